@@ -1,0 +1,1 @@
+"""The actor role of asyncrl (import as `asyncrl.actors`)."""

@@ -1,0 +1,253 @@
+"""What can be configured, with types, units and defaults. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Dtype = Literal["bfloat16", "float32"]
+
+
+class Section(BaseModel):
+    """A strict section: unknown keys and implicit conversions are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+
+
+class RunConfig(Section):
+    """Where the run lives and when it ends."""
+
+    name: str | None = None
+    """Folder name below `dir`; default: the config's name and the time of the start."""
+    dir: str = "runs"
+    """Folder that holds the runs' folders."""
+    seed: NonNegative = 0
+    """Seed of the prompts' order, of sampling and of the learner."""
+    steps: Positive = 100
+    """Optimizer batches to train; the run ends after them."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    name: str = "smollm2-135m"
+    """A built-in name (smollm2-135m, tiny), a local folder, or a Hub name."""
+    trust_remote_code: bool = False
+    """Run code that the model's folder ships."""
+
+
+class TaskConfig(Section):
+    """Prompts and their reward."""
+
+    kind: Literal["arithmetic", "even_digits", "jsonl"] = "arithmetic"
+    """arithmetic: sums made on the spot; even_digits: a dense toy reward; jsonl: a file."""
+    path: str | None = None
+    """jsonl: file with one JSON object a line (GSM8K's format by default)."""
+    prompt_field: str = "question"
+    """jsonl: the column that holds the prompt, text or a list of chat messages."""
+    answer_field: str | None = "answer"
+    """jsonl: the column that holds the ground truth; null if there is none."""
+    prompt_template: str = "{prompt}"
+    """Text around the prompt; `{prompt}` stands for it."""
+    system_prompt: str | None = None
+    """System turn; null leaves it to the chat template, "" asks for an empty one."""
+    chat: bool = True
+    """Render prompts with the tokenizer's chat template; false sends plain text."""
+    max_operand: Positive = 99
+    """arithmetic: operands are drawn from 1 to this."""
+    reward: str = "auto"
+    """auto (the task's own), last_number, even_digits, or the user's `module:function`."""
+    reward_timeout_s: Seconds = 10.0
+    """A reward that takes longer is killed and its sample counted as failed."""
+
+
+class RolloutConfig(Section):
+    """Generation."""
+
+    group_size: Positive = 8
+    """Samples per prompt (n)."""
+    max_prompt_tokens: Positive = 512
+    """A longer prompt is counted as a data failure."""
+    max_new_tokens: Positive = 256
+    """Response length limit."""
+    temperature: Annotated[float, Field(gt=0, le=4)] = 1.0
+    """Sampling temperature; the learner applies the same."""
+    max_in_flight: Positive = 64
+    """Samples in flight per actor."""
+    lease_timeout_s: Seconds = 120.0
+    """A lease without token progress for this long expires; others take its samples."""
+    max_attempts: Positive = 3
+    """Times a sample is tried again after a data or reward failure before its group shrinks."""
+
+
+class EngineConfig(Section):
+    """vLLM."""
+
+    dtype: Dtype = "bfloat16"
+    """Type of the engine's weights; publications are sent in it."""
+    max_model_len: Positive | None = None
+    """Context length; default: max_prompt_tokens + max_new_tokens."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Key-value cache; default: 1 GiB on CPU, vLLM's own choice on a GPU."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """GPU only: share of the device's memory for the engine."""
+    tensor_parallel: Positive = 1
+    """Devices per engine."""
+    enforce_eager: bool = False
+    """No compilation: slower tokens, a much faster start."""
+    threads: Positive | None = None
+    """CPU only: OpenMP threads per engine; default: cores / (actors + learners), at least 1."""
+
+
+class BufferConfig(Section):
+    """Staleness, order and flow (DESIGN section 3)."""
+
+    max_staleness: NonNegative = 2
+    """S, in versions: no trained token is staler. 0 is synchronous training."""
+    window: Positive = 1
+    """W: a group may overtake unfinished ones less than W positions ahead; 1 is strict order."""
+    on_stale: Literal["drop", "raise"] = "drop"
+    """What the check at the learner does with a sample over the bound (0 in a healthy run)."""
+    filter_zero_variance: bool = False
+    """Leave out groups whose rewards are all equal: they carry no advantage."""
+
+
+class OptimConfig(Section):
+    """AdamW."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay, on matrices only."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up, down to 0 at `run.steps`."""
+    warmup_steps: NonNegative = 0
+    """Linear warm-up, in optimizer batches."""
+    grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global gradient norm; null turns clipping off."""
+
+
+class LossConfig(Section):
+    """Decoupled PPO with truncated importance weights."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """e: lower clip of pi_theta/pi_prox; takes effect with learner.epochs >= 2."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """e_hi: upper clip; takes effect with learner.epochs >= 2."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """c: bounds the loss of negative advantages; takes effect with learner.epochs >= 2."""
+    truncate: Annotated[float, Field(gt=0)] | None = 2.0
+    """C: token weight pi_prox/mu is cut off here; null leaves it as it is."""
+    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
+    """How token losses are averaged, over the whole batch."""
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Group-relative advantage: with the group's std, without it, or leave-one-out."""
+
+
+class LearnerConfig(Section):
+    """Training."""
+
+    batch_size: Positive = 64
+    """Samples per optimizer batch: a multiple of rollout.group_size."""
+    batches_per_publication: Positive = 1
+    """n: optimizer batches per weight publication."""
+    epochs: Positive = 1
+    """Optimizer steps over each batch; from the second on, prox is the policy before the first."""
+    max_tokens_per_microbatch: Positive = 8192
+    """Tokens in one forward pass of one rank."""
+    dtype: Dtype = "bfloat16"
+    """Type of the forward and backward passes; weights and optimizer are kept in float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    share_prompt: bool = True
+    """Compute a group's common prompt once; exact, and much cheaper for long prompts."""
+    threads: Positive | None = None
+    """CPU only: threads per rank; default: cores / (actors + learners), at least 1."""
+    save_final: bool = True
+    """Write the trained model as a Hugging Face folder at the end."""
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+
+
+class WeightsConfig(Section):
+    """Publication of weights."""
+
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl on GPUs, gloo on CPU."""
+    timeout_s: Seconds = 60.0
+    """Deadline of one publication, to which 1 s per 100 MB of weights is added."""
+
+
+class ClusterConfig(Section):
+    """Roles and where they run."""
+
+    actors: Positive = 1
+    """A: vLLM engines."""
+    learners: Positive = 1
+    """L: FSDP ranks."""
+    address: str | None = None
+    """Address of a running Ray cluster; null starts a local Ray."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is a GPU."""
+    ready_timeout_s: Seconds = 600.0
+    """Training begins when all actors are ready or this has passed (with at least one)."""
+
+
+class EvalConfig(Section):
+    """Greedy evaluation on prompts held out from training."""
+
+    samples: NonNegative = 0
+    """Held-out prompts; 0 turns evaluation off."""
+    path: str | None = None
+    """jsonl tasks: the file of held-out prompts."""
+    at_start: bool = True
+    """Evaluate version 0 before training."""
+    at_end: bool = True
+    """Evaluate the last version after training."""
+
+
+class LogConfig(Section):
+    """What is shown and kept."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """auto: live on a terminal, a line per step elsewhere."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Send the records to Weights & Biases too."""
+    wandb_project: str = "asyncrl"
+    """Project there."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    buffer: BufferConfig = BufferConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def groups_per_batch(self) -> int:
+        """G: groups that one optimizer batch consumes."""
+        return self.learner.batch_size // self.rollout.group_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Context length of the engine, in tokens."""
+        return self.engine.max_model_len or (
+            self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        )

@@ -1,0 +1,129 @@
+"""The interfaces through which the roles meet. Replacing one part never touches another.
+
+    Engine            what an actor generates with            actors/vllm_engine.py
+    Reward            what scores a response                  actors/rewards/
+    WeightSubscriber  how an engine takes new weights         actors/weights.py
+    WeightPublisher   how the learner sends them              learner/publish.py
+    MetricSink        where records go                        asyncrl/metrics.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.types import FinishReason, Prompt, Version
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One response to produce.
+
+    >>> GenerationRequest("r1", (5, 6), max_new_tokens=8, temperature=1.0).seed is None
+    True
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    """[P] token ids."""
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One response, stamped. Arrays have shape [T]."""
+
+    response_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    """log mu of each token, in nats, after temperature (what was sampled from)."""
+    versions: npt.NDArray[np.int32]
+    incarnations: npt.NDArray[np.int32]
+    version_dispatch: Version
+    """Applied when the request was issued."""
+    version_finish: Version
+    """Applied when the last token arrived."""
+    finish_reason: FinishReason
+    text: str
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An inference engine that generates while its weights change."""
+
+    @property
+    def applied(self) -> Version:
+        """The version that new forward passes run with."""
+
+    async def generate(
+        self, request: GenerationRequest, on_tokens: Callable[[int], None] | None = None
+    ) -> Generation:
+        """Generate one response; `on_tokens` hears the number of new tokens now and then.
+
+        Cancelling the call aborts the request in the engine.
+
+        Raises:
+            EngineError: the engine died or refused the request.
+        """
+
+    async def shutdown(self) -> None:
+        """End the engine and its processes."""
+
+
+@runtime_checkable
+class WeightSubscriber(Protocol):
+    """The actor's side of a publication: join once, then begin, receive, commit each time."""
+
+    async def join(self, info: Mapping[str, Any]) -> None:
+        """Join the transfer group described by the publisher."""
+
+    async def begin(self, version: Version) -> None:
+        """Pause at a token boundary, drop keys and values, get ready to receive."""
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        """Take part in the collective and load what it brings."""
+
+    async def commit(self, version: Version) -> None:
+        """Finish, stamp the version, go on generating."""
+
+
+@runtime_checkable
+class WeightPublisher(Protocol):
+    """The learner's side of a publication, called on every rank (snapshots are collective)."""
+
+    def publish(self, version: Version) -> None:
+        """Snapshot the weights as `version` and send them beside training.
+
+        Waits only if the previous publication has not left.
+
+        Raises:
+            WeightSyncError: an actor did not take the previous version by its deadline.
+        """
+
+    def close(self) -> None:
+        """Wait for the last publication and leave the group."""
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Scores a response. Runs in a worker process that is killed past its deadline."""
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float:
+        """The reward, a finite number."""
+
+
+@runtime_checkable
+class MetricSink(Protocol):
+    """A consumer of records (metrics.jsonl, the console, wandb)."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take one record (the fields of DESIGN section 7)."""
+
+    def close(self) -> None:
+        """Flush and end."""

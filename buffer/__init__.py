@@ -1,0 +1,1 @@
+"""The buffer role of asyncrl (import as `asyncrl.buffer`)."""

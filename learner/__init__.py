@@ -1,0 +1,1 @@
+"""The learner role of asyncrl (import as `asyncrl.learner`)."""
