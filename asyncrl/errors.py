@@ -62,3 +62,11 @@ class DeadlineError(AsyncRLError, TimeoutError):
 
 class RoleDiedError(AsyncRLError, RuntimeError):
     """A role's process ended although the run had not; the message names its log."""
+
+
+class RewardError(AsyncRLError, RuntimeError):
+    """A reward function failed or did not return a finite number; the sample has no reward."""
+
+
+class RewardTimeout(RewardError, TimeoutError):
+    """A reward function passed `task.reward_timeout_s` and was killed."""

@@ -185,6 +185,8 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     gauges: dict[str, float]
     conserved: bool
     state: State
+    waiting_for: str = ""
+    """What the next batch lacks and who holds it; empty when it is complete."""
 
 
 # --- weights: learner rank 0 to each actor ---------------------------------------------------

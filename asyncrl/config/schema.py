@@ -6,16 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Seconds = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["bfloat16", "float32"]
 
 
 class Section(BaseModel):
     """A strict section: unknown keys and implicit conversions are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
@@ -25,7 +28,7 @@ class RunConfig(Section):
     """Folder name below `dir`; default: the config's name and the time of the start."""
     dir: str = "runs"
     """Folder that holds the runs' folders."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the prompts' order, of sampling and of the learner."""
     steps: Positive = 100
     """Optimizer batches to train; the run ends after them."""
@@ -121,7 +124,7 @@ class OptimConfig(Section):
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and the second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator."""

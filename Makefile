@@ -1,0 +1,57 @@
+# One list of commands. `make run` and `make test` need nothing but Python 3.11 or newer.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+GPU := $(shell test -d /proc/driver/nvidia/gpus && ls /proc/driver/nvidia/gpus 2>/dev/null | head -n 1)
+KIND := $(if $(GPU),gpu,cpu)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export PIP_NO_WARN_SCRIPT_LOCATION = 1
+CONFIG ?= quickstart
+ARGS ?=
+
+.PHONY: help run install install-dev test lint soak clean
+
+help:
+	@echo "make run       install, then launch CONFIG=$(CONFIG) (ARGS='key=value ...' are passed on)"
+	@echo "make test      install, then linters, types, import rules and every test that needs no GPU"
+	@echo "make lint      ruff, mypy and the import rules alone"
+	@echo "make soak      the long proofs"
+	@echo "make clean     remove the environment and caches"
+
+$(VENV)/.installed-$(KIND): requirements/torch.txt requirements/$(KIND).txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(KIND),cpu)
+	$(PIP) install -q --no-compile -r requirements/torch.txt
+	$(PIP) install -q --no-compile --no-deps -r requirements/cpu.txt
+else
+	$(PIP) install -q -r requirements/gpu.txt
+endif
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-$(KIND) requirements/dev.txt
+	$(PIP) install -q --no-deps -r requirements/dev.txt
+	touch $@
+
+install: $(VENV)/.installed-$(KIND)
+
+install-dev: $(VENV)/.installed-dev
+
+run: install
+	$(BIN)/asyncrl launch --config $(CONFIG) $(ARGS)
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -m "not gpu and not soak"
+
+soak: install-dev
+	$(BIN)/python -m pytest -m soak --timeout 7200
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,90 @@
+"""The process that runs a reward function; it may hang or crash without harm.
+
+    python -m asyncrl.actors.rewards.child SPEC PARENT_PID
+
+stdin and stdout carry frames (frames.py): Ready once, then one Scored for each Score. What the
+user's function prints goes to stderr. The process ends with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import math
+import os
+import signal
+import sys
+from typing import BinaryIO
+
+from asyncrl.actors.rewards.frames import Ready, Score, Scored, pack, read, request_decoder
+from asyncrl.actors.rewards.registry import RewardFunction, resolve_reward
+from asyncrl.errors import UserError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent(parent: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere EOF must do
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def _private_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Move the protocol off fds 0 and 1, which the user's function may print to or read."""
+    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return incoming, outgoing
+
+
+def as_reward(value: object) -> float:
+    """A finite float from what a reward function returned.
+
+    Raises:
+        TypeError, ValueError: it is no number, or not a finite one.
+    """
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError("returned a coroutine: make it a plain function")
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        shown = " ".join(repr(value).split())[:80]
+        raise TypeError(f"returned {shown} ({type(value).__name__}), expected a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}, expected a finite number")
+    return number
+
+
+def _score(function: RewardFunction, request: Score) -> Scored:
+    try:
+        return Scored(as_reward(function(request.prompt, request.response, request.finish_reason)))
+    except BaseException as e:  # whatever it raises, SystemExit included, is its failure
+        text = " ".join(str(e).split())[:300]
+        return Scored(error=f"{type(e).__name__}: {text}" if text else type(e).__name__)
+
+
+def main(spec: str, parent: int) -> None:
+    """Serve until the parent closes the pipe."""
+    _die_with_parent(parent)
+    incoming, outgoing = _private_streams()
+    try:
+        function = resolve_reward(spec)
+    except UserError as e:
+        outgoing.write(pack(Ready(error=str(e))))
+        outgoing.flush()
+        return
+    outgoing.write(pack(Ready()))
+    outgoing.flush()
+    while (body := read(incoming)) is not None:
+        outgoing.write(pack(_score(function, request_decoder.decode(body))))
+        outgoing.flush()
+        with contextlib.suppress(Exception):  # the function may have closed or replaced it
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,64 @@
+"""Finds a reward by what `task.reward` says."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+from asyncrl.actors.rewards import functions
+from asyncrl.config.schema import TaskConfig
+from asyncrl.errors import UserError
+from asyncrl.types import Prompt
+
+RewardFunction = Callable[[Prompt, str, str], float]
+
+BUILT_IN: dict[str, RewardFunction] = {
+    "last_number": functions.last_number,
+    "even_digits": functions.even_digits,
+}
+
+
+def reward_spec(task: TaskConfig) -> str:
+    """`task.reward` with auto resolved: a built-in name or `module:function`.
+
+    >>> reward_spec(TaskConfig())
+    'last_number'
+    """
+    if task.reward != "auto":
+        return task.reward
+    return "even_digits" if task.kind == "even_digits" else "last_number"
+
+
+def resolve_reward(spec: str) -> RewardFunction:
+    """The function of a spec; the current folder is on the import path.
+
+    Raises:
+        UserError: the module cannot be imported, or has no such function.
+    """
+    if spec in BUILT_IN:
+        return BUILT_IN[spec]
+    module_name, _, path = spec.partition(":")
+    if not module_name or not path:
+        raise UserError(f"task.reward={spec}: expected {', '.join(BUILT_IN)} or module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: object = importlib.import_module(module_name)
+    except BaseException as e:  # a user's module may do anything, SystemExit included
+        if isinstance(e, ModuleNotFoundError) and e.name == module_name.split(".")[0]:
+            why = f"no module {module_name!r} (looked in {os.getcwd()} and the environment)"
+        else:
+            why = f"importing {module_name} failed: {type(e).__name__}: {e}"
+        raise UserError(f"task.reward={spec}: {why}") from e
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise UserError(f"task.reward={spec}: {module_name} has no {path!r}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise UserError(
+            f"task.reward={spec}: is a {type(found).__name__}, expected a function "
+            "(prompt, response, finish_reason) -> float"
+        )
+    return found

@@ -1,0 +1,374 @@
+"""vLLM's AsyncLLM behind the Engine protocol, with the update steps that `weights.py` drives.
+
+    generate() ──► AsyncLLM ──► engine core ──► worker(s)         each a process of its own
+        ▲                           │
+        └── tokens, log mu, version labels ("i:v") of each token ◄─┘
+
+The labels are vLLM's own: the engine core attaches its current label to the output of every
+forward pass, and the label changes only while generation is paused with no pass in flight, so
+that a token's label is that of the weights that produced it. (vLLM's asynchronous
+scheduling keeps that: a pause ends its queue first. On CPU vLLM turns it off.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.protocols import Generation, GenerationRequest
+from asyncrl.types import FinishReason, Version
+
+STREAM_INTERVAL = 8
+"""Tokens between two outputs of a request: progress, without an event per token."""
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this without a word, and the learner's would differ."""
+
+SHUTDOWN_S = 5.0
+"""Seconds the engine's processes get to end by themselves, before they are killed."""
+
+INITIAL = Version(0, 0)
+"""The version of the weights in the model's folder."""
+
+_WORKER_EXTENSION = "asyncrl.actors.gloo_transfer.WorkerExtension"
+_HOST_PID_ENV = "ASYNCRL_ENGINE_HOST_PID"  # gloo_transfer.HOST_PID_ENV, which imports vllm
+
+
+def prepare_environment(*, device: str, threads: int, eager: bool) -> None:
+    """Set what vLLM reads from the environment. Call before vllm is first imported."""
+    env = os.environ
+    env[_HOST_PID_ENV] = str(os.getpid())
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if device == "cpu":
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        env["OMP_NUM_THREADS"] = str(threads)
+        if eager:
+            # Else the first request pays 11-14 s for a compiled sampler helper.
+            env["TORCHDYNAMO_DISABLE"] = "1"
+
+
+class VllmEngine:
+    """An AsyncLLM that stamps every token and takes new weights at token boundaries."""
+
+    def __init__(self, llm: Any, tokenizer: Any, version: Version) -> None:
+        self._llm = llm
+        self._tokenizer = tokenizer
+        self._applied = version
+        self._processes: list[psutil.Process] = []
+        self._failed: str | None = None
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        model_path: str,
+        *,
+        device: Literal["cpu", "cuda"],
+        threads: int,
+        seed: int,
+        weight_backend: Literal["gloo", "nccl"],
+        version: Version = INITIAL,
+    ) -> VllmEngine:
+        """Start the engine's processes; its weights count as `version`.
+
+        Raises:
+            EngineError: vLLM refused the model or the settings, with its own words.
+        """
+        prepare_environment(device=device, threads=threads, eager=config.engine.enforce_eager)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vLLM's own, while it is imported
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = _engine_arguments(config, model_path, device, seed, weight_backend)
+        try:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as e:
+            raise EngineError(f"vLLM did not start with {model_path}: {e}") from e
+        engine = cls(llm, _load_tokenizer(model_path, config), version)
+        try:
+            pids = await llm.collective_rpc("asyncrl_pids")
+            engine._processes = [psutil.Process(p) for p in sorted({p for w in pids for p in w})]
+            await llm.update_weight_version(str(version))
+        except Exception as e:
+            await engine.shutdown()
+            raise EngineError(f"vLLM died while starting {model_path}: {e}") from e
+        return engine
+
+    @property
+    def applied(self) -> Version:
+        """The version that new forward passes run with."""
+        return self._applied
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine cannot be used any more; None while it can."""
+        if self._failed is not None:
+            return self._failed
+        if self._closed:
+            return "the engine was shut down"
+        return "an engine process died" if self._llm.errored else None
+
+    async def died(self, poll_s: float = 0.25) -> str:
+        """Wait until the engine is dead; returns why."""
+        while (reason := self.dead) is None:
+            await asyncio.sleep(poll_s)
+        return reason
+
+    def pids(self) -> list[int]:
+        """Pids of the engine's processes that are alive."""
+        return [p.pid for p in self._processes if _alive(p)]
+
+    async def generate(
+        self, request: GenerationRequest, on_tokens: Callable[[int], None] | None = None
+    ) -> Generation:
+        """Generate one response, each token stamped; see `protocols.Engine`.
+
+        Greedy requests get the log-probabilities of temperature 1.
+
+        Raises:
+            EngineError: the engine died, or refused the request.
+        """
+        self._check_alive()
+        dispatch = self._applied
+        parts = _Parts()
+        try:
+            async with contextlib.aclosing(
+                self._llm.generate(
+                    {"prompt_token_ids": list(request.prompt_ids)},
+                    _sampling_params(request),
+                    request.request_id,
+                )
+            ) as outputs:
+                async for output in outputs:
+                    new = parts.add(output.outputs[0])
+                    if new and on_tokens is not None:
+                        on_tokens(new)
+        except AsyncRLError:
+            raise
+        except Exception as e:
+            reason = self.dead
+            if reason is None:
+                raise EngineError(f"request {request.request_id} failed: {e}") from e
+            raise EngineError(f"engine is dead: {reason}") from e
+        return self._generation(request, parts, dispatch)
+
+    def _generation(
+        self, request: GenerationRequest, parts: _Parts, dispatch: Version
+    ) -> Generation:
+        try:
+            reason = FinishReason(parts.finish_reason or "none")
+        except ValueError:
+            raise EngineError(
+                f"request {request.request_id} ended with {parts.finish_reason!r}"
+            ) from None
+        stamps = parts.stamps()
+        versions = np.array([v.version for v in stamps], np.int32)
+        incarnations = np.array([v.incarnation for v in stamps], np.int32)
+        text = ""
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode(parts.ids, skip_special_tokens=True)
+        return Generation(
+            response_ids=np.array(parts.ids, np.int32),
+            logprobs=np.array(parts.logprobs, np.float32),
+            versions=versions,
+            incarnations=incarnations,
+            version_dispatch=dispatch,
+            version_finish=stamps[-1] if stamps else self._applied,
+            finish_reason=reason,
+            text=text,
+        )
+
+    # --- weights: the steps of one publication, in this order (see weights.EngineWeights) ---
+
+    async def join_transfer(self, info: Mapping[str, Any]) -> None:
+        """All workers join the transfer group."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._check_alive()
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(info)))
+
+    async def begin_update(self) -> None:
+        """Pause at a token boundary, keep requests, drop all keys and values."""
+        self._check_alive()
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.start_weight_update()
+
+    async def receive_update(self, info: Mapping[str, Any]) -> None:
+        """All workers receive one publication."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._check_alive()
+        await self._llm.update_weights(WeightTransferUpdateRequest(dict(info)))
+
+    async def commit_update(self, version: Version) -> None:
+        """Load what was received, label it, and go on generating."""
+        self._check_alive()
+        await self._llm.finish_weight_update(weight_version=str(version))
+        self._applied = version
+        await self._llm.resume_generation()
+
+    async def abandon_update(self) -> None:
+        """Go on generating with the old weights; gloo only, which stages before it loads."""
+        self._check_alive()
+        await self._llm.collective_rpc("asyncrl_abandon_update")
+        await self._llm.resume_generation()
+
+    def fail(self, reason: str) -> None:
+        """Mark the engine broken and kill it: all requests end with an EngineError."""
+        if self._failed is None:
+            self._failed = reason
+            self._kill()
+
+    async def shutdown(self) -> None:
+        """End the engine and its processes."""
+        if self._closed:
+            return
+        self._closed = True
+        llm, self._llm = self._llm, None
+        try:
+            async with asyncio.timeout(2 * SHUTDOWN_S):
+                await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
+        except TimeoutError:
+            pass
+        finally:
+            self._kill()
+            await asyncio.to_thread(psutil.wait_procs, self._processes, SHUTDOWN_S)
+            del llm
+            gc.collect()  # its finalizer must not run when the interpreter is half gone
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _check_alive(self) -> None:
+        if reason := self.dead:
+            raise EngineError(f"engine is dead: {reason}")
+
+
+@dataclass(slots=True)
+class _Parts:
+    """A response as its outputs come in."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    spans: Sequence[Any] | None = None
+
+    def add(self, delta: Any) -> int:
+        """Take one output; returns its number of new tokens."""
+        self.ids.extend(delta.token_ids)
+        if delta.token_ids:
+            flat = delta.logprobs  # vLLM's FlatLogprobs: the sampled token comes first
+            self.logprobs.extend(flat.logprobs[i] for i in flat.start_indices)
+        self.finish_reason = delta.finish_reason
+        self.spans = delta.weight_versions
+        return len(delta.token_ids)
+
+    def stamps(self) -> list[Version]:
+        """The version of each token."""
+        stamps = [
+            version
+            for span in self.spans or ()
+            for version in [Version.parse(span.version)] * (span.end - span.start)
+        ]
+        if not len(stamps) == len(self.logprobs) == len(self.ids):
+            raise EngineError(
+                f"vLLM returned {len(self.ids)} tokens with {len(stamps)} version labels and "
+                f"{len(self.logprobs)} log-probabilities"
+            )
+        return stamps
+
+
+def _sampling_params(request: GenerationRequest) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if 0 < request.temperature < MIN_TEMPERATURE:
+        raise EngineError(
+            f"temperature {request.temperature} is below {MIN_TEMPERATURE}, where vLLM would "
+            f"use {MIN_TEMPERATURE}: raise it, or use 0 for greedy"
+        )
+    return SamplingParams(
+        n=1,
+        temperature=request.temperature,
+        max_tokens=request.max_new_tokens,
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _engine_arguments(
+    config: Config, model_path: str, device: str, seed: int, weight_backend: str
+) -> dict[str, Any]:
+    """AsyncEngineArgs of a run."""
+    from vllm.config import WeightTransferConfig
+
+    engine = config.engine
+    kv_cache_gib = engine.kv_cache_gib or (1.0 if device == "cpu" else None)
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "skip_tokenizer_init": not _has_tokenizer(model_path),
+        "dtype": engine.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.rollout.max_in_flight,
+        "tensor_parallel_size": engine.tensor_parallel,
+        "enforce_eager": engine.enforce_eager,
+        "enable_prefix_caching": True,  # emptied by every publication's pause
+        "logprobs_mode": "processed_logprobs",
+        "seed": seed,
+        "stream_interval": STREAM_INTERVAL,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "weight_transfer_config": WeightTransferConfig(backend=weight_backend),
+        "worker_extension_cls": _WORKER_EXTENSION,
+    }
+    if kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    if device == "cuda":
+        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    return arguments
+
+
+def _has_tokenizer(model_path: str) -> bool:
+    """Whether there is text to speak of; a Hub name counts as having a tokenizer."""
+    folder = Path(model_path)
+    return not folder.is_dir() or any(folder.glob("tokenizer*"))
+
+
+def _load_tokenizer(model_path: str, config: Config) -> Any:
+    if not _has_tokenizer(model_path):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        model_path, trust_remote_code=config.model.trust_remote_code
+    )
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

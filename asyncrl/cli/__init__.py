@@ -1,0 +1,21 @@
+"""The command line; each command imports what it needs when it runs, so that --help is quick."""
+
+from __future__ import annotations
+
+import typer
+
+from asyncrl.cli import config, launch, model, version
+
+app = typer.Typer(
+    name="asyncrl",
+    help="Asynchronous actor-learner RL post-training of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("launch")(launch.launch)
+app.add_typer(config.app, name="config")
+app.add_typer(model.app, name="model")
+app.command("version")(version.version)

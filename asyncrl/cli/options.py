@@ -1,0 +1,53 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from asyncrl.config.load import Resolved, load
+
+DEFAULT_CONFIG = "quickstart"
+
+ConfigOption = Annotated[
+    str,
+    typer.Option(
+        "--config", "-c", metavar="NAME|PATH",
+        help="A shipped configuration (`asyncrl config list`) or a YAML file.",
+    ),
+]  # fmt: skip
+Actors = Annotated[
+    int | None, typer.Option("--actors", metavar="A", help="Engines: cluster.actors.")
+]
+Learners = Annotated[
+    int | None, typer.Option("--learners", metavar="L", help="FSDP ranks: cluster.learners.")
+]
+RunName = Annotated[
+    str | None, typer.Option("--run-name", metavar="N", help="Name of the run's folder: run.name.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Settings by dotted key, e.g. learner.optim.lr=2e-6."
+    ),
+]
+
+
+def resolve(
+    config: str,
+    overrides: list[str] | None,
+    actors: int | None,
+    learners: int | None,
+    run_name: str | None,
+) -> Resolved:
+    """The configuration that the options of a command line ask for."""
+    return load(
+        config,
+        overrides or (),
+        {
+            "--actors": ("cluster.actors", actors),
+            "--learners": ("cluster.learners", learners),
+            "--run-name": ("run.name", run_name),
+        },
+    )

@@ -1,0 +1,131 @@
+"""Ray: one process a role, placed on devices; its start and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where each role runs and with what.
+
+    >>> Placement("cpu", actor_threads=1, learner_threads=1, gpus=0).weight_backend("auto")
+    'gloo'
+    """
+
+    device: str
+    """cpu or cuda."""
+    actor_threads: int
+    learner_threads: int
+    gpus: int
+    """GPUs that the run needs."""
+
+    def weight_backend(self, wanted: str) -> str:
+        """nccl or gloo, `auto` resolved."""
+        return wanted if wanted != "auto" else ("nccl" if self.device == "cuda" else "gloo")
+
+
+def gpus_here() -> int:
+    """NVIDIA GPUs that this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
+    folder = "/proc/driver/nvidia/gpus"
+    return len(os.listdir(folder)) if os.path.isdir(folder) else 0
+
+
+def place(config: Config) -> Placement:
+    """Resolve device and threads.
+
+    Raises:
+        ConfigError: cuda is asked for and there is no GPU here.
+    """
+    c = config.cluster
+    have = gpus_here()
+    device = c.device
+    if device == "auto":
+        device = "cuda" if have or (c.address and config.weights.backend == "nccl") else "cpu"
+    if device == "cuda" and not have and c.address is None:
+        raise ConfigError(
+            "cluster.device=cuda: there is no NVIDIA GPU on this machine; "
+            "set cluster.device=cpu or cluster.address"
+        )
+    cores = len(os.sched_getaffinity(0))
+    share = max(1, cores // (c.actors + c.learners))
+    return Placement(
+        device=device,
+        actor_threads=config.engine.threads or share,
+        learner_threads=config.learner.threads or share,
+        gpus=c.actors * config.engine.tensor_parallel + c.learners if device == "cuda" else 0,
+    )
+
+
+class Cluster:
+    """A local Ray of this run's own, or a connection to a running one."""
+
+    def __init__(self, config: Config, placement: Placement, run_id: str) -> None:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+        os.environ["RAY_DEDUP_LOGS"] = "0"
+        import ray
+
+        self._ray = ray
+        self._placement = placement
+        self._actors: list[Any] = []
+        self._folder: str | None = None
+        common: dict[str, Any] = {
+            "include_dashboard": False, "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }  # fmt: skip
+        if config.cluster.address:
+            common.pop("include_dashboard")
+            try:
+                ray.init(address=config.cluster.address, namespace=run_id, **common)
+            except (ConnectionError, ValueError, RuntimeError) as e:
+                raise ConfigError(
+                    f"cluster.address={config.cluster.address}: no Ray cluster answers there "
+                    f"({str(e).splitlines()[0]})"
+                ) from e
+        else:
+            # A folder of its own (short: it holds unix sockets), so that two runs never meet.
+            self._folder = tempfile.mkdtemp(prefix="asyncrl-ray-")
+            roles = config.cluster.actors + config.cluster.learners + 1
+            ray.init(
+                address="local", namespace=run_id, num_cpus=roles, num_gpus=placement.gpus,
+                object_store_memory=80 << 20, _temp_dir=self._folder, **common,
+            )  # fmt: skip
+        self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        have = int(self._ray.cluster_resources().get("GPU", 0))
+        if self._placement.gpus > have:
+            raise ConfigError(
+                f"cluster: the run needs {self._placement.gpus} GPUs (actors x tensor_parallel + "
+                f"learners), Ray has {have}: lower cluster.actors or cluster.learners"
+            )
+
+    def start(self, host: type, *args: Any, gpus: int = 0) -> Any:
+        """Start a role's process; its Ray handle."""
+        remote = self._ray.remote(host).options(num_cpus=0, num_gpus=gpus, max_restarts=0)
+        handle = remote.remote(*args)
+        self._actors.append(handle)
+        return handle
+
+    def close(self) -> None:
+        """End every role and, if it is ours, Ray."""
+        for handle in self._actors:
+            with contextlib.suppress(Exception):
+                self._ray.kill(handle)
+        with contextlib.suppress(Exception):
+            self._ray.shutdown()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)

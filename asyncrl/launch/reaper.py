@@ -1,0 +1,92 @@
+"""Nothing of a run stays behind, however it ended.
+
+Every process of a run inherits `ASYNCRL_RUN_ID` in its environment, and that is how its
+processes are found again: the engines' children and Ray's own included. `sweep` ends them; the
+guard is a small process that sweeps when the launcher dies without a word (SIGKILL).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+
+MARK = "ASYNCRL_RUN_ID"
+
+
+def processes_of(run_id: str) -> list[psutil.Process]:
+    """Processes of the run, this one and its parents left out."""
+    me = psutil.Process()
+    spare = {me.pid, *(p.pid for p in me.parents())}
+    found = []
+    for process in psutil.process_iter():
+        if process.pid in spare:
+            continue
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == run_id and not _is_guard(process):
+                found.append(process)
+    return found
+
+
+def _is_guard(process: psutil.Process) -> bool:
+    return "asyncrl.launch.reaper" in process.cmdline()
+
+
+def sweep(run_id: str, grace_s: float = 2.0) -> list[int]:
+    """End what is left of the run: SIGTERM, then SIGKILL after `grace_s`; the pids ended."""
+    left = processes_of(run_id)
+    pids = [p.pid for p in left]
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(left, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)
+    # A process may have been started between the listing and the signal.
+    for process in processes_of(run_id):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return pids
+
+
+class Guard:
+    """The launcher's insurance: a child that sweeps when this process is gone."""
+
+    def __init__(self, run_id: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.launch.reaper", run_id],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C on the terminal must not reach it
+        )  # fmt: skip
+
+    def dismiss(self) -> None:
+        """The run ended in order: the guard goes without sweeping."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(b"done\n")
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def main() -> None:
+    """Wait for the launcher's word or its end; sweep if there was no word."""
+    run_id = sys.argv[1]
+    os.environ.pop(MARK, None)
+    if sys.stdin.buffer.readline() != b"done\n":
+        deadline = time.monotonic() + 20
+        while processes_of(run_id) and time.monotonic() < deadline:
+            sweep(run_id)
+
+
+if __name__ == "__main__":
+    main()

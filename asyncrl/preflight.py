@@ -1,0 +1,215 @@
+"""What can be known before any process starts: model, data, reward, room, placement.
+
+config ─► devices ─► sense on that device ─► data, reward, folder ─► model (fetched last)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from asyncrl import models
+from asyncrl.config.check import check
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError, ModelError, UserError
+from asyncrl.model_store.folder import context_length, has_chat_template, read_config
+
+if TYPE_CHECKING:
+    from asyncrl.launch.cluster import Placement
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found; `describe` shows it."""
+
+    config: Config
+    placement: Placement
+    model_path: Path
+    model_type: str
+    context: int | None
+    """Positions of the model, in tokens; None if its config does not say."""
+    reward: str
+    """A built-in name or `module:function`."""
+    train_prompts: int
+    """Prompts of one epoch."""
+    eval_prompts: int
+    run_path: Path
+    """Where the run's files will be."""
+
+
+def preflight(
+    config: Config,
+    sources: Mapping[str, str] | None = None,
+    name: str = "default",
+    say: Say = lambda _: None,
+) -> Preflight:
+    """Check everything that needs no role's process; a missing built-in model is fetched.
+
+    Args:
+        config: loaded, hence well typed.
+        sources: where each value came from.
+        name: of the configuration; the run's folder is named after it.
+        say: hears progress of a fetch.
+
+    Raises:
+        UserError: what was found, one problem a line; what to change.
+    """
+    from asyncrl.launch.cluster import place
+
+    placement = place(config)
+    check(config, sources, placement.device)
+    problems: list[UserError] = []
+
+    def attempt(step: Callable[[], T]) -> T | None:
+        try:
+            return step()
+        except UserError as e:
+            problems.append(e)
+            return None
+
+    prompts = attempt(lambda: _prompts(config))
+    reward = attempt(lambda: _reward(config))
+    path = attempt(lambda: run_path(config, name))
+    if prompts is None or reward is None or path is None:
+        raise _merge(problems)
+    model_path = models.resolve(config.model.name, say)
+    context = context_length(model_path)
+    _fits(config, model_path, context)
+    return Preflight(
+        config, placement, model_path, str(read_config(model_path).get("model_type", "unknown")),
+        context, reward, *prompts, path,
+    )  # fmt: skip
+
+
+def _merge(problems: list[UserError]) -> UserError:
+    return type(problems[0])("\n".join(str(p) for p in problems))
+
+
+def _prompts(config: Config) -> tuple[int, int]:
+    from asyncrl.tasks import make_source
+
+    source = make_source(config)
+    return source.trainable(), config.eval.samples
+
+
+def _reward(config: Config) -> str:
+    """Import a user's function where it will run: in a child that may hang or crash."""
+    from asyncrl.actors.rewards import RewardWorker
+
+    async def start() -> str:
+        worker = RewardWorker(config.task)
+        try:
+            await worker.start()
+        finally:
+            await worker.close()
+        return worker.spec
+
+    return asyncio.run(start())
+
+
+def run_path(config: Config, name: str) -> Path:
+    """The run's folder, checked to be new and makeable.
+
+    Raises:
+        ConfigError: it exists, or the folder above it cannot be written.
+    """
+    from asyncrl.launch.folder import RunFolder
+
+    folder = RunFolder(config, name)
+    path = Path(folder.path)
+    if path.exists():
+        raise ConfigError(
+            f"run.name={folder.name}: {path} exists already; choose another name or remove it"
+        )
+    above = next(p for p in path.parents if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"run.dir={config.run.dir}: {above} is not a folder that can be written: "
+            "set run.dir to one"
+        )
+    return path
+
+
+def _fits(config: Config, model_path: Path, context: int | None) -> None:
+    length = config.max_model_len
+    if context is not None and length > context:
+        rollout = config.rollout
+        what = (
+            f"engine.max_model_len={length}"
+            if config.engine.max_model_len
+            else f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + "
+            f"rollout.max_new_tokens={rollout.max_new_tokens} = {length} tokens"
+        )
+        raise ConfigError(
+            f"{what} is longer than the context of {config.model.name} ({context}): lower "
+            f"{'it' if config.engine.max_model_len else 'rollout.max_new_tokens'} to "
+            f"{context if config.engine.max_model_len else _room(config, context)}"
+        )
+    if config.task.chat and not has_chat_template(model_path):
+        raise ModelError(
+            f"model.name={config.model.name}: its tokenizer has no chat template: "
+            "set task.chat=false to send plain text, or name a chat model"
+        )
+
+
+def _room(config: Config, context: int) -> str:
+    room = context - config.rollout.max_prompt_tokens
+    return str(room) if room > 0 else f"fit, and rollout.max_prompt_tokens below {context}"
+
+
+def describe(p: Preflight) -> str:
+    """The plan of a run, for people."""
+    c = p.config
+    n, g, s, w = (
+        c.rollout.group_size, c.groups_per_batch, c.buffer.max_staleness, c.buffer.window,
+    )  # fmt: skip
+    n_pub = c.learner.batches_per_publication
+    ahead = (s + 1) * g * n_pub - w + 1
+    capacity = c.cluster.actors * c.rollout.max_in_flight
+    eval_text = f"{p.eval_prompts} held out" if p.eval_prompts else "no evaluation"
+    used = f"uses {c.max_model_len} of {p.context}" if p.context else f"uses {c.max_model_len}"
+    rows = [
+        ("model", f"{c.model.name} ({p.model_type}), {used} tokens of context"),
+        ("", str(p.model_path)),
+        ("task", f"{c.task.kind}: {p.train_prompts} prompts an epoch, {eval_text}, "
+                 f"reward {p.reward}"),
+        ("training", f"{c.run.steps} batches of {c.learner.batch_size} samples = {g} groups of {n}"
+                     f" (G = {g}), published every {n_pub}"),
+        ("staleness", f"S = {s}, W = {w}: up to {ahead} groups ({ahead * n} samples) ahead of "
+                      "training"),
+        ("in flight", f"up to {capacity} samples ({c.cluster.actors} actors x "
+                      f"{c.rollout.max_in_flight})"),
+        ("weights", p.placement.weight_backend(c.weights.backend)),
+        ("files", str(p.run_path)),
+        ("placement", "role         device  threads"),
+        *(("", f"{role:<12} {device:<7} {threads}") for role, device, threads in _roles(p)),
+    ]  # fmt: skip
+    if capacity > ahead * n:
+        rows.append(
+            ("note", f"actors have room for {capacity} samples and at most {ahead * n} may be "
+                     "ahead: raise buffer.max_staleness or lower rollout.max_in_flight")
+        )  # fmt: skip
+    return "\n".join(f"{label:<10} {text}" for label, text in rows)
+
+
+def _roles(p: Preflight) -> list[tuple[str, str, str]]:
+    c, on_cpu = p.config.cluster, p.placement.device == "cpu"
+    tp = p.config.engine.tensor_parallel
+    actor = "cpu" if on_cpu else f"{tp} gpu"
+    learner = "cpu" if on_cpu else "1 gpu"
+    threads = {
+        "actor": str(p.placement.actor_threads) if on_cpu else "-",
+        "learner": str(p.placement.learner_threads) if on_cpu else "-",
+    }
+    return [
+        ("buffer-0", "cpu", "1"),
+        *((f"actor-{r}", actor, threads["actor"]) for r in range(c.actors)),
+        *((f"learner-{r}", learner, threads["learner"]) for r in range(c.learners)),
+    ]

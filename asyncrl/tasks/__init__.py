@@ -1,0 +1,60 @@
+"""Tasks: where prompts come from. Pure Python, no torch.
+
+    make_prompts(config)  endless (GroupId, Prompt), a pure function of (run.seed, epoch)
+    eval_prompts(config)  the held-out prompts, which training never sees
+
+arithmetic.py, even_digits.py and jsonl.py are the kinds; order.py shuffles them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from asyncrl.config.schema import Config
+from asyncrl.tasks.arithmetic import Arithmetic
+from asyncrl.tasks.even_digits import EvenDigits
+from asyncrl.tasks.jsonl import Jsonl
+from asyncrl.tasks.order import shuffled
+from asyncrl.tasks.source import Source
+from asyncrl.types import GroupId, Prompt
+
+__all__ = ["Source", "eval_prompts", "make_prompts", "make_source"]
+
+
+def make_source(config: Config) -> Source:
+    """The source of prompts that `task.kind` names.
+
+    Raises:
+        DataError: a file is missing or malformed (file and line are named).
+        ConfigError: nothing is left to train on.
+    """
+    kinds: dict[str, Callable[[Config], Source]] = {
+        "arithmetic": Arithmetic,
+        "even_digits": EvenDigits,
+        "jsonl": Jsonl,
+    }
+    return kinds[config.task.kind](config)
+
+
+def make_prompts(config: Config) -> Iterator[tuple[GroupId, Prompt]]:
+    """Training prompts without end: each epoch has every row once, in an order of its own."""
+    source = make_source(config)
+
+    def rows() -> Iterator[tuple[GroupId, Prompt]]:
+        epoch = 0
+        while True:
+            for index in shuffled(source.size, config.run.seed, epoch):
+                if not source.held_out(index):
+                    yield GroupId(source.name, epoch, index), source.prompt(index)
+            epoch += 1
+
+    return rows()
+
+
+def eval_prompts(config: Config) -> list[tuple[GroupId, Prompt]]:
+    """`eval.samples` prompts held out from training, the same for every seed."""
+    if config.eval.samples == 0:
+        return []
+    source = make_source(config)
+    name = f"eval:{source.name}"
+    return [(GroupId(name, 0, i), prompt) for i, prompt in enumerate(source.eval_prompts())]

@@ -1,0 +1,87 @@
+"""The rules of batches: which groups, in which order, for which rank; commit."""
+
+from __future__ import annotations
+
+from asyncrl.buffer.balance import balance
+from asyncrl.buffer.books import Books
+from asyncrl.buffer.dispatch import BatchAssignment, Group, Phase, State
+from asyncrl.errors import LedgerError
+from asyncrl.types import SampleId
+
+
+def assign(b: Books, batch: int) -> BatchAssignment | None:
+    """Fix batch k, or find it fixed (see `Ledger.assign`)."""
+    if batch in b.assigned:
+        return b.assigned[batch][0]
+    if batch <= b.committed:
+        raise LedgerError(
+            f"batch {batch} is already committed (the last one is {b.committed}): "
+            f"ask for batch {b.committed + 1}"
+        )
+    groups = _choose(b) if batch == b.next_batch else None
+    if groups is None:
+        return None
+    envelopes = [[m.envelope for _, m in g.accepted() if m.envelope is not None] for g in groups]
+    flat = tuple(e for es in envelopes for e in es)
+    assignment = BatchAssignment(
+        batch=batch,
+        envelopes=flat,
+        manifest=tuple(e.header for e in flat),
+        parts=balance([[e.header.tokens for e in es] for es in envelopes], b.rules.ranks),
+    )
+    for group in groups:
+        group.phase = Phase.ASSIGNED
+        for _, member in group.accepted():
+            if member.dispatch is not None:
+                b.settle(member.dispatch, State.ASSIGNED)
+    b.complete -= len(groups)
+    b.order.consumed(groups)
+    b.assigned[batch] = (assignment, groups)
+    b.next_batch += 1
+    return assignment
+
+
+def commit(b: Books, batch: int, dropped: tuple[SampleId, ...]) -> None:
+    """End an assigned batch (see `Ledger.commit`)."""
+    if 1 <= batch <= b.committed:
+        return
+    if batch != b.committed + 1 or batch not in b.assigned:
+        raise LedgerError(
+            f"batch {batch} cannot be committed: the last committed is {b.committed}, "
+            f"assigned are {sorted(b.assigned)}"
+        )
+    assignment, groups = b.assigned[batch]
+    stale = set(dropped)
+    stray = stale.difference(h.id for h in assignment.manifest)
+    if stray:
+        raise LedgerError(f"batch {batch} holds no sample {'/'.join(map(str, min(stray)))}")
+    del b.assigned[batch]
+    b.committed = batch
+    for group in groups:
+        group.phase = Phase.CONSUMED
+        trained = 0
+        for k, member in group.accepted():
+            keep = group.id.sample(k) not in stale
+            trained += keep
+            if member.dispatch is not None:
+                b.settle(member.dispatch, State.TRAINED if keep else State.DROPPED_STALE)
+        b.totals["groups_trained"] += trained > 0
+        b.retire(group)
+
+
+def _choose(b: Books) -> list[Group] | None:
+    """The next G groups in cursor order that the window lets pass, or None."""
+    if b.complete < b.rules.groups_per_batch:
+        return None
+    chosen: list[Group] = []
+    unfinished: int | None = None  # position of the oldest group that misses members
+    for position, group in b.order.live_groups():
+        if unfinished is not None and position - unfinished >= b.rules.window:
+            return None
+        if group.phase is Phase.COMPLETE:
+            chosen.append(group)
+            if len(chosen) == b.rules.groups_per_batch:
+                return chosen
+        elif unfinished is None:
+            unfinished = position
+    return None

@@ -1,0 +1,138 @@
+"""Read-only answers about the ledger's state: how much is held, and who waits for whom."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from asyncrl import staleness
+from asyncrl.buffer.books import Books
+from asyncrl.buffer.dispatch import Group, LeaseRecord, State
+from asyncrl.types import Version
+
+
+def gauges(b: Books, now: float) -> dict[str, float]:
+    """What is held now.
+
+    queue/depth: accepted samples that wait for a batch (of complete groups or not).
+    queue/capacity: the most samples that admission lets be alive at once, (S + 1) * G * n_pub *
+    group_size. queue/bytes: array bytes of all samples kept, assigned ones included. queue/age_s:
+    of the oldest sample in the queue, absent when there is none. live_groups, leased_samples,
+    in_flight/ACTOR. trained_ and generated_{tokens,samples}: response tokens and samples of
+    retired groups. samples/len_bias: mean trained length over mean generated length, of those,
+    once both exist.
+    """
+    r = b.rules
+    state = b.census.by_state
+    values: dict[str, float] = {
+        "queue/depth": state[State.QUEUED] + state[State.ASSEMBLING],
+        "queue/capacity": (r.max_staleness + 1)
+        * r.groups_per_batch
+        * r.batches_per_publication
+        * r.group_size,
+        "queue/bytes": b.payload_bytes,
+        "live_groups": b.order.live,
+        "leased_samples": state[State.LEASED],
+    }
+    accepted = [
+        m.accepted_s
+        for _, group in b.order.live_groups()
+        for m in group.members
+        if m.dispatch is not None
+    ]
+    if accepted:
+        values["queue/age_s"] = max(0.0, now - min(accepted))
+    values |= {f"in_flight/{actor}": n for actor, n in sorted(b.in_flight.items())}
+    values |= {name: n for name, n in sorted(b.lengths.items())}
+    if b.lengths["trained_samples"] and b.lengths["generated_tokens"]:
+        trained = b.lengths["trained_tokens"] / b.lengths["trained_samples"]
+        generated = b.lengths["generated_tokens"] / b.lengths["generated_samples"]
+        values["samples/len_bias"] = trained / generated
+    return values
+
+
+def waiting_for(b: Books, batch: int, now: float) -> str:
+    """What batch k lacks: "12 samples of batch 31, held by actor-3 (lease 812, 41 s)"."""
+    if batch < b.next_batch:
+        return f"batch {batch} is {'assigned' if batch in b.assigned else 'committed'}"
+    if batch > b.next_batch:
+        return f"batch {batch}: batch {b.next_batch} comes first and nobody asked for it yet"
+    first, missing = _next_batch(b)
+    leased, holders = _holders(b, first, now)
+    if not missing:
+        return f"batch {batch} is complete"
+    text = f"{missing} samples of batch {batch}"
+    if holders:
+        text += f", held by {holders}"
+    if missing > leased:
+        text += f"; {missing - leased} not leased: {why_not_leased(b)}"
+    return text + failures(b)
+
+
+def waiting_for_next(b: Books, now: float) -> str:
+    """What the next batch to be assigned lacks; empty when it is complete."""
+    return waiting_for(b, b.next_batch, now) if _next_batch(b)[1] else ""
+
+
+def exhausted_reason(b: Books) -> str:
+    """Why no further batch can be filled."""
+    return (
+        f"prompts exhausted: {b.order.live} groups left, "
+        f"batch {b.next_batch} needs {b.rules.groups_per_batch}{failures(b)}"
+    )
+
+
+def why_not_leased(b: Books) -> str:
+    """Why samples that the next batch needs are not being produced."""
+    pending = b.first_pending()
+    if pending is None and not b.has_prompt():
+        return f"prompts exhausted, {b.order.live} groups left"
+    if not b.asked:
+        return "no actor has asked for work"
+    r = b.rules
+    position = b.order.next_position if pending is None else b.order.position(pending)
+    needs = Version(
+        b.version.incarnation,
+        staleness.version_needed(
+            position, r.window, r.max_staleness, r.groups_per_batch, r.batches_per_publication
+        ),
+    )
+    held = [(applied, actor) for actor, (applied, back) in b.asked.items() if back]
+    if not held:
+        return f"no room at {', '.join(sorted(b.asked)[:3])}"
+    applied, actor = max(held)  # the least behind: the first that could go on
+    return f"admission: {actor} runs version {_short(applied)}, needs {_short(needs)}"
+
+
+def failures(b: Books) -> str:
+    """A note on groups that failed, if any did."""
+    count = b.totals["groups_failed"]
+    return f" ({count} groups failed; last failure: {b.last_failure})" if count else ""
+
+
+def _next_batch(b: Books) -> tuple[list[Group], int]:
+    """The groups that come next, and how many samples they and groups not yet opened lack."""
+    wanted = b.rules.groups_per_batch
+    first = [group for _, group in islice(b.order.live_groups(), wanted)]
+    missing = sum(g.unresolved for g in first) + (wanted - len(first)) * b.rules.group_size
+    return first, missing
+
+
+def _short(version: Version) -> str:
+    """A version without its incarnation while that is 0."""
+    return str(version.version) if version.incarnation == 0 else str(version)
+
+
+def _holders(b: Books, groups: list[Group], now: float) -> tuple[int, str]:
+    """How many wanted samples of these groups are leased, and by whom, oldest lease first."""
+    leased = 0
+    holders: list[LeaseRecord] = []
+    for record in sorted((r for g in groups for r in g.leases if r.leased), key=lambda r: r.number):
+        wanted = sum(
+            d.state is State.LEASED and record.group.wants(k) for k, d in record.dispatches.items()
+        )
+        leased += wanted
+        if wanted:
+            holders.append(record)
+    names = [f"{r.actor} (lease {r.number}, {now - r.granted_s:.0f} s)" for r in holders[:3]]
+    more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
+    return leased, ", ".join(names) + more

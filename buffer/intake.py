@@ -1,0 +1,130 @@
+"""The rules of results and failures, up to the completion of a group."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from asyncrl.buffer.books import Books
+from asyncrl.buffer.dispatch import Dispatch, Group, Phase, State
+from asyncrl.buffer.leasing import admission_limit
+from asyncrl.types import Envelope, FailureKind, SampleHeader, SampleId
+
+Status = Literal["accepted", "duplicate", "unknown"]
+
+
+def accept(b: Books, envelope: Envelope, now: float) -> Status:
+    """Take a result, or say why not (see `Ledger.accept`)."""
+    h = envelope.header
+    dispatch = _find(b, h.lease, h.actor, h.id)
+    if not isinstance(dispatch, Dispatch):
+        return dispatch
+    group, leased = dispatch.lease.group, dispatch.state is State.LEASED
+    late = dispatch.state is State.REQUEUED
+    if not group.wants(h.id.sample) or not (leased or late):
+        if leased:
+            b.lose(dispatch)
+        else:
+            b.totals["repeated_results"] += 1
+        return "duplicate"
+    if not _trainable(b, h, dispatch):
+        b.totals["protocol_errors"] += 1
+        if leased:
+            b.lose(dispatch)
+        return "unknown"
+    if leased:
+        dispatch.lease.deadline_s = now + b.rules.lease_timeout_s
+    else:
+        b.unfree(group, h.id.sample)
+    b.settle(dispatch, State.ASSEMBLING)
+    member = group.members[h.id.sample]
+    member.dispatch, member.envelope, member.accepted_s = dispatch, envelope, now
+    b.payload_bytes += envelope.nbytes
+    b.totals["completed"] += 1
+    group.unresolved -= 1
+    if not group.unresolved:
+        _complete(b, group)
+    return "accepted"
+
+
+def fail(
+    b: Books,
+    actor: str,
+    lease: int,
+    sample: SampleId,
+    kind: FailureKind,
+    reason: str,
+    now: float,
+) -> Status:
+    """Take note that a leased sample brings no result (see `Ledger.fail`)."""
+    dispatch = _find(b, lease, actor, sample)
+    if not isinstance(dispatch, Dispatch):
+        return dispatch
+    group = dispatch.lease.group
+    if dispatch.state is not State.LEASED:
+        return "duplicate"
+    if not group.wants(sample.sample):
+        b.lose(dispatch)
+        return "duplicate"
+    b.last_failure = f"{kind}: {reason}"
+    if kind is FailureKind.INFRASTRUCTURE:
+        b.lose(dispatch)
+        return "accepted"
+    dispatch.lease.deadline_s = now + b.rules.lease_timeout_s
+    b.settle(dispatch, State.FAILED)
+    member = group.members[sample.sample]
+    member.failures += 1
+    if member.failures < b.rules.max_attempts:
+        b.free(group, sample.sample)
+    else:
+        member.given_up = True
+        group.unresolved -= 1
+        _shrink(b, group)
+    return "accepted"
+
+
+def _find(b: Books, lease: int, actor: str, sample: SampleId) -> Dispatch | Status:
+    """The dispatch that a message names, or the answer when there is none.
+
+    Nothing in a header is trusted: lease, actor and sample must name one dispatch together.
+    """
+    record = b.leases.get(lease)
+    if record is None and b.was_granted(lease):
+        b.totals["repeated_results"] += 1  # its group is retired: a resend, or far too late
+        return "duplicate"
+    if record is not None and record.actor == actor and record.group.id == sample.group:
+        dispatch = record.dispatches.get(sample.sample)
+        if dispatch is not None:
+            return dispatch
+    b.totals["unknown_results"] += 1
+    return "unknown"
+
+
+def _trainable(b: Books, h: SampleHeader, dispatch: Dispatch) -> bool:
+    """Whether the sample keeps the bound wherever its group is consumed, by its own stamp."""
+    position = b.order.position(dispatch.lease.group)
+    return (
+        h.version_min >= dispatch.lease.version
+        and position <= admission_limit(b, h.version_min.version)
+        and math.isfinite(h.reward)
+    )
+
+
+def _shrink(b: Books, group: Group) -> None:
+    """A member was given up: go on with the others, or remove the group."""
+    remaining = sum(not m.given_up for m in group.members)
+    if remaining < 2:
+        b.totals["groups_failed"] += 1
+        b.remove(group, Phase.FAILED, State.FAILED)
+    elif not group.unresolved:
+        _complete(b, group)
+
+
+def _complete(b: Books, group: Group) -> None:
+    """All members are in or given up: the group waits for a batch, or is filtered out."""
+    rewards = {m.envelope.header.reward for m in group.members if m.envelope is not None}
+    if b.rules.filter_zero_variance and len(rewards) == 1:
+        b.totals["groups_filtered"] += 1
+        b.remove(group, Phase.FILTERED, State.FILTERED)
+    else:
+        b.finish(group)

@@ -1,0 +1,166 @@
+"""The buffer's process: the ledger behind one ZeroMQ ROUTER socket, on one event loop.
+
+    actors ── lease, push, progress, fail ──►┐                        ┌─► record (emit)
+                                             │  ROUTER ─► answer ─► ledger
+    learner ── pull, commit, published ─────►┘     ▲         │
+                                                   └─ parked ┘
+    consumes  one message at a time, in the order of arrival, in one task
+    waits     for a message, or for the next tick (TICK_S)
+    releases  parked lease requests: free samples, lower positions, a stop, their time
+              parked pulls: a complete batch, exhausted prompts, a stop, their time
+
+Every request gets exactly one reply, so a client's own outstanding requests bound the send queue
+(its high-water mark is off: a reply is never dropped). Array frames are kept and sent as they
+came. After a stop, batches that are assigned are still served, so that no rank is left alone in a
+batch that another has; new ones are not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+from zmq.asyncio import Context as AsyncContext
+
+from asyncrl import wire
+from asyncrl.buffer.answers import Answers, Emit
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.refuse import refusal, request_number
+from asyncrl.errors import WireError
+from asyncrl.types import Version
+
+TICK_S = 0.25
+"""Longest time between two looks at deadlines."""
+BURST = 256
+"""Messages handled before the loop looks at deadlines and other tasks."""
+MAX_FRAME_BYTES = 256 << 20
+"""A client that sends a longer frame is disconnected."""
+
+logger = logging.getLogger(__name__)
+
+
+class BufferServer:
+    """Serves a ledger to actors and learner ranks.
+
+    >>> server = BufferServer(ledger, run_id="r")  # doctest: +SKIP
+    >>> endpoint = await server.start()            # doctest: +SKIP
+    >>> await server.run()                         # doctest: +SKIP
+
+    Args:
+        ledger: the rules; nobody else may use it while the server runs.
+        run_id: clients of another run are refused.
+        host: address to bind; the port is the system's choice and part of the endpoint.
+        emit: takes the buffer's metrics after each commit.
+        clock: seconds, never going back.
+        drain_s: after a stop, `run` ends when no message has come for this long.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        run_id: str,
+        host: str = "127.0.0.1",
+        emit: Emit | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        drain_s: float = 60.0,
+    ) -> None:
+        self._host = host
+        self._clock = clock
+        self._drain_s = drain_s
+        self._ledger = ledger
+        self._answers = Answers(ledger, run_id, clock, self._send, emit)
+        self._context: Any = None
+        self._poller: Any = None  # the ROUTER as the event loop sees it
+        self._socket: Any = None  # the same one, to take and send without a future per message
+        self._last_message_s = 0.0
+
+    async def start(self) -> str:
+        """Bind, and return the endpoint to announce, e.g. "tcp://127.0.0.1:41873"."""
+        self._context = AsyncContext()
+        self._poller = self._context.socket(zmq.ROUTER)
+        self._socket = zmq.Socket.shadow(self._poller)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, 0),
+            (zmq.ROUTER_MANDATORY, 1),  # a reply to a client that is gone is an error, not a drop
+            (zmq.ROUTER_HANDOVER, 1),  # a client that reconnects keeps its identity
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+        ):
+            self._socket.setsockopt(option, value)
+        self._socket.bind(f"tcp://{self._host}:0")
+        self._last_message_s = self._clock()
+        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    async def run(self) -> None:
+        """Serve until stopped and drained, or cancelled; then close.
+
+        Raises:
+            LedgerError: the conservation law does not hold (a bug; the message has the counts).
+        """
+        if self._socket is None:
+            await self.start()
+        next_tick = self._clock()
+        try:
+            while not self._drained():
+                await self._poller.poll(TICK_S * 1000)
+                self._receive()
+                now = self._clock()
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                    self._ledger.expire(now)
+                self._answers.serve_parked(now)
+            self._answers.check_conservation()
+        finally:
+            self.close()
+
+    def stop(self, reason: str, final: Version | None = None) -> None:
+        """End the run (call it on the server's loop): "done" with `final`, else "stopping".
+
+        Parked requests are answered within TICK_S.
+        """
+        self._answers.stop(reason, final)
+
+    def close(self) -> None:
+        """Close the socket; `run` does it at its end."""
+        if self._poller is not None:
+            self._poller.close(linger=0)
+            self._poller = self._socket = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _drained(self) -> bool:
+        if self._answers.state == "running" or self._answers.waiting:
+            return False
+        return self._clock() - self._last_message_s >= self._drain_s
+
+    def _receive(self) -> None:
+        for _ in range(BURST):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._last_message_s = self._clock()
+            self._handle(bytes(parts[0].buffer), [part.buffer for part in parts[1:]])
+
+    def _handle(self, identity: bytes, frames: Sequence[wire.Frame]) -> None:
+        """Answer one message; whatever it is, the server goes on."""
+        try:
+            message, arrays = wire.decode(frames)
+        except WireError as e:
+            self._answers.malformed += 1
+            logger.warning("malformed message from %r: %s", identity, e)
+            self._send(identity, refusal(request_number(frames), e, "message"))
+            return
+        self._answers.answer(identity, message, arrays)
+
+    def _send(self, identity: bytes, frames: Sequence[wire.Frame]) -> None:
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as e:
+            # The client is gone; what it held expires, and a resend is answered afresh.
+            logger.info("no reply to %r: %s", identity, e)

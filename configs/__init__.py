@@ -1,0 +1,1 @@
+"""Shipped configurations (data; `--config NAME` finds them)."""

@@ -1,0 +1,27 @@
+"""Two small gathers over the learner's ranks: tensors only, never objects."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+
+def gather_counts(counts: list[int], device: torch.device) -> npt.NDArray[np.int64]:
+    """The counts of every rank, [world, len(counts)]."""
+    mine = torch.tensor(counts, dtype=torch.int64, device=device)
+    out = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, mine)
+    return np.stack([t.cpu().numpy() for t in out])
+
+
+def gather_rows(rows: npt.NDArray[np.float32], device: torch.device) -> npt.NDArray[np.float32]:
+    """The rows [n, k] of all ranks, in rank order; n may differ between ranks, k may not."""
+    sizes = gather_counts([len(rows)], device)[:, 0]
+    padded = torch.zeros(int(sizes.max()), rows.shape[1], device=device)
+    padded[: len(rows)] = torch.from_numpy(rows)
+    out = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(out, padded)
+    parts = [t[:n].cpu().numpy() for t, n in zip(out, sizes, strict=True)]
+    return np.concatenate(parts)

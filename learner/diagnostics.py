@@ -1,0 +1,101 @@
+"""What a step reports about its batch: names of the metrics contract, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.learner.corrections import LOG_RATIO_CLAMP, k3, weight_statistics
+from asyncrl.staleness import sample_staleness
+from asyncrl.types import FinishReason, SampleHeader, Version
+
+Metrics = dict[str, float]
+Hist = dict[str, dict[str, list[float]]]
+
+_RATIO_EDGES = np.concatenate([[0.0], np.geomspace(0.1, 10.0, 21)])
+
+
+def manifest_metrics(
+    headers: Sequence[SampleHeader], version: Version, batches_per_publication: int
+) -> tuple[Metrics, Hist]:
+    """Staleness, rewards and lengths of the samples trained, from their headers alone."""
+    metrics: Metrics = {}
+    hist: Hist = {}
+    if not headers:
+        return metrics, hist
+    per_sample = [sample_staleness(h, version, batches_per_publication) for h in headers]
+    for name in ("head", "tail", "span", "dispatch", "in_flight", "in_queue", "steps"):
+        values = np.array([getattr(s, name) for s in per_sample])
+        metrics |= _stats(f"staleness/{name}", values)
+        hist[f"staleness/{name}"] = _integers(values)
+    rewards = np.array([h.reward for h in headers], np.float64)
+    metrics["reward/mean"] = float(rewards.mean())
+    if len(rewards) > 1:
+        metrics["reward/std"] = float(rewards.std(ddof=1))
+    lengths = np.array([h.response_tokens for h in headers])
+    metrics["rollout/response_tokens/mean"] = float(lengths.mean())
+    metrics["rollout/response_tokens/max"] = float(lengths.max())
+    ended = [h.finish_reason == FinishReason.LENGTH for h in headers]
+    metrics["rollout/truncated_frac"] = float(np.mean(ended))
+    return metrics, hist
+
+
+def token_metrics(table: npt.NDArray[np.float32], truncate: float | None) -> tuple[Metrics, Hist]:
+    """Importance weights, KL and token staleness from the table of all ranks.
+
+    `table` has the columns of `Microbatch.table`. Mismatch (engine against learner at the same
+    version) and drift (older versions) are two metrics; one without tokens is left out.
+    """
+    metrics: Metrics = {}
+    hist: Hist = {}
+    if not len(table):
+        return metrics, hist
+    log_mu, prox, entropy, staleness, own = table.astype(np.float64).T
+    log_weight = prox - log_mu
+    if not np.isfinite(log_weight).all():
+        return metrics, hist  # the policy itself is broken: the gradient check reports it
+    metrics |= {f"is/{k}": v for k, v in weight_statistics(log_weight, truncate).items()}
+    for k in np.unique(staleness).astype(int):
+        at_k = weight_statistics(log_weight[staleness == k], truncate)
+        for name in ("ess_frac", "clip_frac"):
+            metrics[f"is/by_staleness/{k}/{name}"] = at_k[name]
+        metrics[f"is/by_staleness/{k}/count"] = float(np.sum(staleness == k))
+    own_version = own > 0
+    if own_version.any():
+        metrics["kl/mismatch_k3"] = k3(log_weight[own_version])
+    if not own_version.all():
+        metrics["kl/drift_k3"] = k3(log_weight[~own_version])
+    metrics["loss/entropy"] = float(entropy.mean())
+    metrics |= _stats("staleness/token", staleness)
+    hist["staleness/token"] = _integers(staleness)
+    raw = np.exp(np.clip(log_weight, -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
+    used = raw if truncate is None else np.minimum(raw, truncate)
+    hist["is/ratio_raw"], hist["is/ratio_used"] = _ratios(raw), _ratios(used)
+    return {k: v for k, v in metrics.items() if np.isfinite(v)}, hist
+
+
+def _stats(name: str, values: npt.NDArray[np.generic]) -> Metrics:
+    numbers = values.astype(np.float64)
+    return {
+        f"{name}/mean": float(numbers.mean()),
+        f"{name}/p50": float(np.quantile(numbers, 0.5)),
+        f"{name}/p95": float(np.quantile(numbers, 0.95)),
+        f"{name}/max": float(numbers.max()),
+    }
+
+
+def _integers(values: npt.NDArray[np.generic]) -> dict[str, list[float]]:
+    """Histogram with one bin for each integer from 0 on."""
+    counts = np.bincount(values.astype(np.int64))
+    return {
+        "edges": [float(k) for k in range(len(counts) + 1)],
+        "counts": counts.astype(float).tolist(),
+    }
+
+
+def _ratios(values: npt.NDArray[np.float64]) -> dict[str, list[float]]:
+    """Histogram on a logarithmic axis around 1; the last bin takes what lies above."""
+    counts, _ = np.histogram(np.minimum(values, _RATIO_EDGES[-1]), bins=_RATIO_EDGES)
+    return {"edges": _RATIO_EDGES.tolist(), "counts": counts.astype(float).tolist()}

@@ -1,0 +1,432 @@
+"""The ledger's rules one by one, liveness, and what it says about waits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.buffer.balance import balance
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.errors import ConfigError, LedgerError
+from asyncrl.types import FailureKind, Lease, Version
+from tests.buffer.samples import envelope, prompts
+
+V0 = Version(0, 0)
+
+
+def make(**changes: Any) -> Ledger:
+    """G = 2 groups of n = 2 samples, S = 1: positions 0 to 3 are open to version 0."""
+    values: dict[str, Any] = {
+        "prompts": prompts(), "group_size": 2, "groups_per_batch": 2, "max_staleness": 1,
+        "lease_timeout_s": 10.0,
+    }  # fmt: skip
+    return Ledger(**(values | changes))
+
+
+def give(
+    ledger: Ledger, lease: Lease, k: int, actor: str = "a", now: float = 0.0, **header: Any
+) -> str:
+    """Deliver sample k of a lease, with changes to its header."""
+    sent = envelope(lease.group.sample(k), lease.lease, actor, lease.version, reward=float(k))
+    return ledger.accept(replace(sent, header=replace(sent.header, **header)), now)
+
+
+def give_all(ledger: Ledger, lease: Lease, actor: str = "a", now: float = 0.0) -> None:
+    for k in lease.samples:
+        assert give(ledger, lease, k, actor, now) == "accepted"
+
+
+def test_leases_fill_the_capacity_and_split_a_group() -> None:
+    ledger = make()
+    first = ledger.lease("a", V0, 3, now=0)
+    second = ledger.lease("b", V0, 9, now=0)
+    assert [(x.group.index, x.samples) for x in first] == [(0, (0, 1)), (1, (0,))]
+    assert [(x.group.index, x.samples) for x in second] == [(1, (1,)), (2, (0, 1)), (3, (0, 1))]
+    assert ledger.held_back("b")
+    assert not ledger.held_back("a")
+
+
+def test_an_actor_that_lags_is_held_back_alone() -> None:
+    ledger = make()
+    ledger.lease("a", V0, 8, now=0)
+    assert ledger.lease("a", V0, 8, now=0) == []
+    assert [x.group.index for x in ledger.lease("b", Version(0, 1), 8, now=0)] == [4, 5]
+    assert ledger.held_back("b")
+
+
+def test_an_earlier_incarnation_gets_nothing() -> None:
+    ledger = make()
+    ledger.published(Version(1, 0))
+    assert ledger.lease("a", Version(0, 5), 4, now=0) == []
+    assert ledger.held_back("a")
+    assert ledger.lease("a", Version(1, 0), 4, now=0)
+
+
+@pytest.mark.parametrize(("window", "passes"), [(2, False), (3, True)])
+def test_a_group_overtakes_within_the_window_only(window: int, passes: bool) -> None:
+    ledger = make(window=window)
+    leases = ledger.lease("a", V0, 8, now=0)[:3] + ledger.lease("a", Version(0, 1), 4, now=0)
+    give_all(ledger, leases[1])
+    give_all(ledger, leases[2])  # groups 1 and 2 are complete, group 0 is not
+    assignment = ledger.assign(1)
+    assert (assignment is not None) == passes
+    assert ledger.position(leases[0].group) == 0  # what overtook it does not shift it
+    if assignment is not None:
+        assert [h.id.index for h in assignment.manifest] == [1, 1, 2, 2]
+
+
+def test_a_window_that_would_deadlock_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"buffer\.window=4 is outside 1\.\.3"):
+        make(window=4)
+    make(window=3)
+
+
+def test_an_unreachable_filter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="group_size=1"):
+        make(group_size=1, filter_zero_variance=True)
+
+
+def test_progress_and_results_renew_a_lease_and_silence_ends_it() -> None:
+    ledger = make()
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    ledger.progress("a", {lease.lease: 5}, now=8)
+    ledger.progress("a", {lease.lease: 5}, now=17)  # no growth: not renewed
+    ledger.progress("b", {lease.lease: 50}, now=17)  # not its actor
+    assert ledger.expire(now=17.9) == 0
+    give(ledger, lease, 0, now=17.9)
+    assert ledger.expire(now=27.8) == 0
+    assert ledger.expire(now=27.9) == 1
+    assert ledger.counts()["requeued"] == 1
+    (again,) = ledger.lease("b", V0, 1, now=28)
+    assert (again.group, again.samples) == (lease.group, (1,))
+
+
+def test_a_failure_renews_its_lease() -> None:
+    ledger = make()
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    sample = lease.group.sample(0)
+    ledger.fail("a", lease.lease, sample, FailureKind.REWARD, "timeout", now=9)
+    assert ledger.expire(now=18) == 0
+
+
+def test_a_late_result_wins_when_it_is_first() -> None:
+    ledger = make()
+    (old,) = ledger.lease("a", V0, 2, now=0)
+    ledger.expire(now=10)
+    (new,) = ledger.lease("b", V0, 1, now=10)
+    assert give(ledger, old, 0) == "accepted"
+    assert ledger.counts()["requeued"] == 1  # only sample 1 is still to be leased again
+    assert give(ledger, new, 0, actor="b") == "duplicate"
+    counts = ledger.counts()
+    assert (counts["duplicate"], counts["completed"], counts["assembling"]) == (1, 1, 1)
+    assert [x.samples for x in ledger.lease("b", V0, 1, now=11)] == [(1,)]
+
+
+def test_a_late_result_that_nobody_repeated_is_not_leased_again() -> None:
+    ledger = make()
+    (old,) = ledger.lease("a", V0, 2, now=0)
+    ledger.expire(now=10)
+    give_all(ledger, old)
+    assert ledger.lease("b", V0, 2, now=10)[0].group.index == 1
+
+
+def test_the_same_push_again_is_a_duplicate_even_after_training() -> None:
+    ledger = make(groups_per_batch=1)
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    give_all(ledger, lease)
+    assert give(ledger, lease, 0) == "duplicate"
+    ledger.assign(1)
+    ledger.commit(1)
+    assert give(ledger, lease, 0) == "duplicate"
+    counts = ledger.counts()
+    assert (counts["trained"], counts["duplicate"], counts["repeated_results"]) == (2, 0, 2)
+    assert ledger.conserved()
+    assert ledger.records() == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"version_min": V0}, {"reward": float("nan")}, {"reward": float("inf")}],
+    ids=str,
+)
+def test_a_result_that_must_not_be_trained_is_refused_and_made_again(change: Any) -> None:
+    ledger = make()
+    (lease,) = ledger.lease("a", Version(0, 1), 1, now=0)
+    assert give(ledger, lease, 0, **change) == "unknown"
+    assert ledger.counts()["protocol_errors"] == 1
+    assert ledger.counts()["requeued"] == 1
+    (again,) = ledger.lease("a", Version(0, 1), 1, now=0)
+    assert again.samples == (0,)
+    assert give(ledger, again, 0) == "accepted"
+    assert ledger.conserved()
+
+
+def test_a_newer_incarnation_with_too_low_a_version_is_not_trained() -> None:
+    ledger = make()
+    leases = ledger.lease("a", Version(0, 1), 12, now=0)
+    assert give(ledger, leases[5], 0, version_min=Version(1, 0)) == "unknown"
+    assert give(ledger, leases[5], 1, version_min=Version(1, 1)) == "accepted"
+
+
+def test_data_failures_shrink_a_group_then_remove_it() -> None:
+    ledger = make(group_size=3, max_attempts=2)
+    (lease,) = ledger.lease("a", V0, 3, now=0)
+
+    def fail(one: Lease, k: int) -> str:
+        sample = one.group.sample(k)
+        return ledger.fail("a", one.lease, sample, FailureKind.REWARD, "boom", now=0)
+
+    give(ledger, lease, 0)
+    assert fail(lease, 1) == "accepted"
+    assert fail(lease, 1) == "duplicate"
+    (again,) = ledger.lease("a", V0, 1, now=0)
+    assert fail(again, 1) == "accepted"  # the second failure: member 1 is given up
+    give(ledger, lease, 2)
+    assert ledger.counts()["queued"] == 2  # the group is complete with two of three
+    assert ledger.lease("a", V0, 1, now=0)[0].group.index == 1
+
+
+def test_the_last_failure_completes_a_group_that_waits_for_nobody_else() -> None:
+    ledger = make(group_size=3, max_attempts=1)
+    (lease,) = ledger.lease("a", V0, 3, now=0)
+    give(ledger, lease, 0)
+    give(ledger, lease, 2)
+    ledger.fail("a", lease.lease, lease.group.sample(1), FailureKind.DATA, "no", now=0)
+    assert ledger.counts()["queued"] == 2
+
+
+def test_a_removed_group_lowers_positions_and_its_samples_end_as_failed() -> None:
+    ledger = make(group_size=3, max_attempts=1)
+    first, second = ledger.lease("a", V0, 6, now=0)
+    assert ledger.position(second.group) == 1
+    give(ledger, first, 0)
+    for k in (1, 2):
+        if k == 1:
+            ledger.fail("a", first.lease, first.group.sample(1), FailureKind.DATA, "no", now=0)
+    (third,) = ledger.lease("b", V0, 1, now=0)
+    ledger.fail("b", third.lease, third.group.sample(0), FailureKind.DATA, "no", now=0)
+    assert ledger.counts()["groups_failed"] == 0
+    # Sample 0 is in, 1 is given up; the loss of 2 leaves one member, so the group goes.
+    ledger.fail("a", first.lease, first.group.sample(2), FailureKind.DATA, "no", now=0)
+    assert ledger.counts()["groups_failed"] == 1
+    assert ledger.position(second.group) == 0
+    assert ledger.counts()["failed"] == 4
+    assert ledger.conserved()
+
+
+def test_results_in_flight_of_a_failed_group_end_as_failed() -> None:
+    ledger = make(max_attempts=1)
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    ledger.fail("a", lease.lease, lease.group.sample(0), FailureKind.DATA, "no", now=0)
+    counts = ledger.counts()
+    assert (counts["groups_failed"], counts["failed"], counts["leased"]) == (1, 1, 1)
+    assert give(ledger, lease, 1) == "duplicate"
+    assert ledger.counts()["failed"] == 2
+    assert ledger.conserved()
+    assert ledger.records() == 0
+
+
+def test_groups_without_variance_are_filtered() -> None:
+    ledger = make(filter_zero_variance=True)
+    first, second = ledger.lease("a", V0, 4, now=0)
+    for k in (0, 1):
+        give(ledger, first, k, reward=1.0)
+    give_all(ledger, second)
+    counts = ledger.counts()
+    assert (counts["filtered"], counts["groups_filtered"], counts["queued"]) == (2, 1, 2)
+    assert ledger.position(second.group) == 0
+
+
+def test_batches_are_assigned_ahead_and_committed_in_order() -> None:
+    ledger = make(ranks=2)
+    for lease in ledger.lease("a", V0, 8, now=0):
+        give_all(ledger, lease)
+    assert ledger.assign(2) is None  # batch 1 comes first
+    one, two = ledger.assign(1), ledger.assign(2)
+    assert one is not None
+    assert ledger.assign(1) is one
+    with pytest.raises(LedgerError, match="batch 2 cannot be committed: the last committed is 0"):
+        ledger.commit(2)
+    with pytest.raises(LedgerError, match="batch 1 holds no sample p/0/2/0"):
+        ledger.commit(1, (two.manifest[0].id,))  # type: ignore[union-attr]
+    ledger.commit(1, (one.manifest[0].id,))
+    ledger.commit(1)
+    counts = ledger.counts()
+    assert (counts["trained"], counts["dropped_stale"], counts["assigned"]) == (3, 1, 4)
+    with pytest.raises(LedgerError, match="batch 1 is already committed"):
+        ledger.assign(1)
+    with pytest.raises(LedgerError, match="already committed"):
+        ledger.assign(0)
+    with pytest.raises(LedgerError, match=r"rank 2 is outside 0\.\.1"):
+        ledger.part(2, 2)
+    parts = [ledger.part(2, rank) for rank in (0, 1)]
+    assert sorted(i for p in parts if p for i in p.mine) == [0, 1, 2, 3]
+    for p in parts:
+        assert p is not None
+        assert [e.header for e in p.envelopes] == [p.manifest[i] for i in p.mine]
+
+
+def test_versions_do_not_go_back() -> None:
+    ledger = make()
+    ledger.published(Version(0, 2))
+    ledger.published(Version(0, 2))
+    with pytest.raises(LedgerError, match="0:1 published after 0:2"):
+        ledger.published(Version(0, 1))
+
+
+def test_a_broken_count_is_noticed() -> None:
+    ledger = make()
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    assert ledger.conserved()
+    books = ledger._books
+    books.census.dispatched += 1
+    assert not ledger.conserved()
+    books.census.dispatched -= 1
+    next(iter(books.leases[lease.lease].dispatches.values())).state = "queued"  # type: ignore
+    assert not ledger.conserved()
+
+
+def test_waits_name_what_is_missing_and_who_holds_it() -> None:
+    ledger = make(max_staleness=0)
+    assert ledger.waiting_for(1, now=0) == (
+        "4 samples of batch 1; 4 not leased: no actor has asked for work"
+    )
+    one = ledger.lease("actor-3", V0, 3, now=0)
+    give(ledger, one[0], 0, actor="actor-3")
+    assert ledger.waiting_for(1, now=41) == (
+        "3 samples of batch 1, held by actor-3 (lease 1, 41 s), actor-3 (lease 2, 41 s); "
+        "1 not leased: no room at actor-3"
+    )
+    assert ledger.waiting_for(2, now=0).startswith("batch 2: batch 1 comes first")
+    for lease in [*one, *ledger.lease("actor-3", V0, 9, now=0)]:
+        for k in lease.samples:
+            give(ledger, lease, k, actor="actor-3")
+    assert ledger.waiting_for(1, now=41) == "batch 1 is complete"
+    assert ledger.waiting_for_next(now=41) == ""
+    ledger.assign(1)
+    ledger.lease("actor-3", V0, 9, now=41)
+    assert ledger.waiting_for_next(now=41) == (
+        "4 samples of batch 2; 4 not leased: admission: actor-3 runs version 0, needs 1"
+    )
+
+
+def test_the_end_of_the_prompts_is_told() -> None:
+    ledger = make(prompts=prompts(3), max_staleness=4, max_attempts=1)
+    leases = ledger.lease("a", V0, 99, now=0)
+    assert len(leases) == 3
+    assert not ledger.held_back("a")
+    assert not ledger.exhausted
+    give_all(ledger, leases[0])
+    give_all(ledger, leases[1])
+    sample = leases[2].group.sample(0)
+    ledger.fail("a", leases[2].lease, sample, FailureKind.REWARD, "boom", now=0)
+    assert ledger.assign(1) is not None
+    assert ledger.exhausted
+    assert ledger.exhausted_reason() == (
+        "prompts exhausted: 0 groups left, batch 2 needs 2 (1 groups failed; last failure: "
+        "reward: boom)"
+    )
+
+
+def test_gauges() -> None:
+    ledger = make(groups_per_batch=1, filter_zero_variance=True)
+    first, second = ledger.lease("a", V0, 4, now=0)
+    assert "queue/age_s" not in ledger.gauges(now=3)
+    give(ledger, first, 1, now=1)
+    gauges = ledger.gauges(now=3)
+    assert (gauges["queue/depth"], gauges["queue/age_s"], gauges["queue/bytes"]) == (1, 2, 12)
+    assert (gauges["queue/capacity"], gauges["leased_samples"], gauges["in_flight/a"]) == (4, 3, 3)
+    give(ledger, first, 0)
+    for k in (0, 1):  # filtered: generated, not trained
+        give(ledger, second, k, reward=0.0, response_tokens=9)
+    ledger.assign(1)
+    assert "samples/len_bias" not in ledger.gauges(now=3)
+    ledger.commit(1)
+    gauges = ledger.gauges(now=3)
+    assert gauges["samples/len_bias"] == pytest.approx((3 / 2) / (21 / 4))
+    assert gauges["queue/bytes"] == 0
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=5), min_size=1, max_size=8),
+    ranks=st.integers(1, 5),
+)
+def test_balance(groups: list[list[int]], ranks: int) -> None:
+    parts = balance(groups, ranks)
+    flat = [tokens for group in groups for tokens in group]
+    assert len(parts) == ranks
+    assert sorted(i for part in parts for i in part) == list(range(len(flat)))
+    assert all(list(part) == sorted(part) for part in parts)
+    assert balance(groups, ranks) == parts
+    whole = len(groups) >= ranks
+    if whole or len(flat) >= ranks:
+        assert all(parts)
+    if whole:
+        owner = {i: rank for rank, part in enumerate(parts) for i in part}
+        index = 0
+        for group in groups:
+            assert len({owner[index + k] for k in range(len(group))}) == 1
+            index += len(group)
+    # Greedy: no rank is heavier than the lightest by more than one item.
+    loads = [sum(flat[i] for i in part) for part in parts]
+    largest = max(map(sum, groups)) if whole else max(flat)
+    assert max(loads) - min(loads) <= largest
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    S=st.integers(0, 3), G=st.integers(1, 3), n_pub=st.integers(1, 3), size=st.integers(1, 3),
+    data=st.data(), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_with_actors_that_go_on_every_batch_completes(
+    S: int, G: int, n_pub: int, size: int, data: st.DataObject, seed: int
+) -> None:
+    window = data.draw(st.integers(1, S * G * n_pub + 1), "window")
+    ahead = data.draw(st.integers(0, 2), "prefetched batches")
+    rng = random.Random(seed)
+    ledger = Ledger(
+        prompts=prompts(), group_size=size, groups_per_batch=G, batches_per_publication=n_pub,
+        max_staleness=S, window=window, lease_timeout_s=10.0, max_attempts=2,
+        filter_zero_variance=size > 1 and data.draw(st.booleans(), "filter"),
+    )  # fmt: skip
+    now, version, batch, batches = 0.0, 0, 1, 12
+    applied = [0, 0]
+    held: list[tuple[int, Lease, int]] = []
+    for _ in range(20_000):
+        now += rng.random()
+        ledger.expire(now)
+        a = rng.randrange(2)
+        what = rng.random()
+        if what < 0.3:
+            applied[a] = max(applied[a], version - rng.randrange(2))
+            got = ledger.lease(f"actor-{a}", Version(0, applied[a]), rng.randrange(1, 6), now)
+            held += [(a, lease, k) for lease in got for k in lease.samples]
+        elif held and what < 0.9:
+            a, lease, k = held.pop(rng.randrange(len(held)))
+            sample = lease.group.sample(k)
+            stamp = Version(0, rng.randint(lease.version.version, max(applied[a], version)))
+            if rng.random() < 0.1:
+                kind = rng.choice(list(FailureKind))
+                ledger.fail(f"actor-{a}", lease.lease, sample, kind, "bad luck", now)
+            elif rng.random() < 0.95:  # else it is lost, and its lease expires
+                reward = rng.randrange(3)
+                ledger.accept(envelope(sample, lease.lease, f"actor-{a}", stamp, reward), now)
+        for k in range(batch, batch + ahead + 1):
+            ledger.assign(k)
+        assignment = ledger.assign(batch)
+        if assignment is not None:
+            learner = (batch - 1) // n_pub
+            assert all(learner - h.version_min.version <= S for h in assignment.manifest)
+            ledger.commit(batch)
+            version = batch // n_pub
+            ledger.published(Version(0, version))
+            batch += 1
+            if batch > batches:
+                break
+    assert batch > batches, ledger.waiting_for(batch, now)
+    assert ledger.conserved()

@@ -1,0 +1,264 @@
+# ruff: noqa: E501  (tables of messages read best one case a line)
+"""The command line: what it prints, its exit codes, and that it is quick and quiet."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl.launch
+from asyncrl.__main__ import main
+from asyncrl.errors import DeadlineError
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "ray", "vllm")
+
+
+def command(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the real command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "asyncrl", *args], cwd=cwd, capture_output=True, text=True,
+        timeout=120, check=False, env=os.environ | {"PYTHONPATH": str(ROOT), **env},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model of 128 positions (the checks read no weights)."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 128}')
+    (folder / "model.safetensors").write_bytes(b"x")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+SMALL = ("rollout.max_prompt_tokens=64", "rollout.max_new_tokens=16")
+
+
+def dry_run(model: Path, *args: str) -> int:
+    return main(["launch", "--dry-run", "--config", "tiny", f"model.name={model}", *SMALL, *args])
+
+
+BAD = [
+    (["launch", "learner.bath_size=8"], "error: learner.bath_size (override): unknown key; did you mean learner.batch_size?"),
+    (["launch", "run.steps=many"], "error: run.steps=many (override): expected a whole number, got text"),
+    (["launch", "--dry-run", "model.name=./nowhere"], "error: model.name=./nowhere: no such folder"),
+    (["launch", "-c", "missing.yaml"], "error: --config missing.yaml: no such file in "),
+    (["launch", "--actors", "0"], "error: cluster.actors=0 (--actors): must be greater than 0"),
+    (["launch", "--frobnicate"], "No such option: --frobnicate"),
+    (["lanch"], "No such command 'lanch'"),
+    (["model", "fetch", "smolm2-135m"], "did you mean smollm2-135m?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "expected"), BAD)
+def test_bad_input_ends_with_one_message_and_code_2(
+    args: list[str], expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    out, err = capfd.readouterr()
+    assert expected in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(("args", "expected"), [BAD[0], BAD[3], BAD[5]])
+def test_bad_input_through_the_real_command(args: list[str], expected: str, tmp_path: Path) -> None:
+    done = command(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert len(done.stderr.splitlines()) <= 4
+    assert "Traceback" not in done.stderr
+
+
+def test_traceback_on_request(tmp_path: Path) -> None:
+    done = command("launch", "run.steps=x", cwd=tmp_path, ASYNCRL_TRACEBACK="1")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "asyncrl.errors.ConfigError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["launch", "--help"], ["config", "list"], ["version"]]
+)
+def test_light_commands_load_nothing_heavy(args: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys, asyncrl.__main__ as m\n"
+        f"assert m.main({args!r}) == 0\n"
+        f"heavy = [n for n in {HEAVY!r} if n in sys.modules]\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_dry_run_loads_nothing_heavy_and_starts_nothing(model: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, asyncrl.__main__ as m\n"
+        f"assert m.main(['launch', '--dry-run', '-c', 'tiny', 'model.name={model}']) == 0\n"
+        f"assert not [n for n in {HEAVY!r} if n in sys.modules]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_shows_the_plan(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(model, "--actors", "2", "--run-name", "first", "buffer.max_staleness=1") == 0
+    out = capfd.readouterr().out
+    for expected in (
+        "config     tiny",
+        "(llama), uses 80 of 128 tokens of context",
+        "even_digits: 224 prompts an epoch, 32 held out, reward even_digits",
+        "30 batches of 32 samples = 4 groups of 8",
+        "S = 1, W = 1: up to 8 groups (64 samples) ahead of training",
+        "up to 64 samples (2 actors x 32)",
+        str(tmp_path / "runs" / "first"),
+        "actor-1      cpu",
+        "learner-0    cpu",
+    ):
+        assert expected in out
+
+
+def test_dry_run_refuses_what_does_not_fit_the_model(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(model, "rollout.max_new_tokens=65") == 2
+    assert (
+        "error: rollout.max_prompt_tokens=64 + rollout.max_new_tokens=65 = 129 tokens is longer "
+        f"than the context of {model} (128): lower rollout.max_new_tokens to 64"
+    ) in capfd.readouterr().err
+    assert dry_run(model, "engine.max_model_len=200") == 2
+    assert "engine.max_model_len=200 is longer than the context" in capfd.readouterr().err
+    (model / "tokenizer_config.json").write_text("{}")
+    assert dry_run(model) == 2
+    assert "its tokenizer has no chat template: set task.chat=false" in capfd.readouterr().err
+    assert dry_run(model, "task.chat=false") == 0
+
+
+def test_dry_run_refuses_a_model_folder_with_parts_missing(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "tokenizer.json").unlink()
+    assert dry_run(model) == 2
+    err = capfd.readouterr().err
+    assert "is not a whole model, it lacks weights (model.safetensors), a tokenizer" in err
+
+
+def test_dry_run_refuses_a_malformed_line_with_its_number(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "a", "answer": "1"}) + "\n{oops\n")
+    args = ["launch", "--dry-run", "-c", "gsm8k", f"model.name={model}", f"task.path={data}"]
+    assert main(args) == 2
+    assert f"error: {data}:2: malformed JSON at column 2" in capfd.readouterr().err
+
+
+def test_dry_run_reports_several_problems_at_once(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    args = ["--run-name", "taken", "task.reward=no_such:f"]
+    assert dry_run(model, *args) == 2
+    err = capfd.readouterr().err.splitlines()
+    assert len(err) == 2
+    assert err[0].startswith("error: task.reward=no_such:f: no module 'no_such' (looked in ")
+    assert err[1].endswith("exists already; choose another name or remove it")
+
+
+def test_dry_run_refuses_a_folder_that_cannot_be_made(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert dry_run(model, "run.dir=file/runs") == 2
+    assert "is not a folder that can be written: set run.dir to one" in capfd.readouterr().err
+
+
+def test_cuda_without_a_gpu_is_refused(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(model, "cluster.device=cuda") == 2
+    assert "error: cluster.device=cuda: there is no NVIDIA GPU" in capfd.readouterr().err
+
+
+def test_launch_hands_over_what_was_resolved(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def fake(config: Any, **rest: Any) -> int:
+        seen.update(rest, config=config)
+        return 7
+
+    monkeypatch.setattr(asyncrl.launch, "launch", fake)
+    assert main(["launch", "-c", "tiny", "--learners", "2", f"model.name={model}"]) == 7
+    assert seen["config"].cluster.learners == 2
+    assert seen["preset"] == "tiny"
+    assert seen["model_path"] == str(model)
+    assert "learners: 2" in seen["config_text"]
+    assert "# --learners" in seen["config_text"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (DeadlineError("actor-0 waited 60 s for weights 0:3"), 1, "error: actor-0 waited 60 s"),
+        (PermissionError(13, "Permission denied", "x"), 1, "error: [Errno 13] Permission denied"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_faults_end_with_their_exit_code(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    error: BaseException, code: int, text: str,
+) -> None:  # fmt: skip
+    def fail(*_: Any, **__: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(asyncrl.launch, "launch", fail)
+    assert main(["launch", "-c", "tiny", f"model.name={model}"]) == code
+    err = capfd.readouterr().err
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_config_show_and_list(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "-c", "quickstart", "--actors", "3", "run.seed=4"]) == 0
+    out = capfd.readouterr().out
+    assert "  actors: 3 " in out
+    assert out.count("# --actors") == 1
+    assert out.count("# override") == 1
+    assert "# quickstart.yaml:" in out
+    assert main(["config", "list"]) == 0
+    out = capfd.readouterr().out
+    assert "quickstart  SmolLM2-135M learns sums" in out
+    assert len(out.splitlines()) >= 3
+
+
+def test_model_list_and_version(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "list"]) == 0
+    assert "not here yet" in capfd.readouterr().out
+    assert main(["version"]) == 0
+    assert f"asyncrl {asyncrl.__version__}" in capfd.readouterr().out

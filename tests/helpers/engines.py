@@ -1,0 +1,185 @@
+"""Tiny models and configurations for tests that start a real vLLM engine on CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import uvloop
+
+from asyncrl.actors.vllm_engine import VllmEngine
+from asyncrl.actors.weights import EngineWeights, WeightService
+from asyncrl.config.schema import Config, EngineConfig, RolloutConfig
+from asyncrl.learner.publish import BroadcastPublisher
+from asyncrl.protocols import Generation, GenerationRequest
+from asyncrl.types import Version
+from asyncrl.weights import ParamSpec
+
+T = TypeVar("T")
+
+VOCAB = 128
+
+
+def tiny_model(kind: str, *, tied: bool, seed: int = 0, **overrides: Any) -> torch.nn.Module:
+    """A random Hugging Face causal LM ("llama" or "qwen3") of under a million parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    classes: dict[str, Any] = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }
+    config_class, model_class = classes[kind]
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    } | overrides
+    torch.manual_seed(seed)
+    model: torch.nn.Module = model_class(config_class(**settings)).eval()
+    return model
+
+
+def save_model(model: Any, folder: Path, *, tokenizer: bool = False) -> str:
+    """Write the model (and a word-level tokenizer, "t0 t1 ...") where the engine reads it."""
+    model.save_pretrained(folder)
+    if tokenizer:
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import WhitespaceSplit
+        from transformers import PreTrainedTokenizerFast
+
+        words = WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0")
+        raw = Tokenizer(words)
+        raw.pre_tokenizer = WhitespaceSplit()
+        PreTrainedTokenizerFast(
+            tokenizer_object=raw, eos_token="t2", pad_token="t2"
+        ).save_pretrained(folder)
+    return str(folder)
+
+
+def engine_config(*, max_in_flight: int = 16, context: int = 384, **engine: Any) -> Config:
+    """A configuration for a tiny fp32 engine with little key-value cache."""
+    settings = {"dtype": "float32", "enforce_eager": True, "kv_cache_gib": 0.0625} | engine
+    return Config(
+        rollout=RolloutConfig(
+            max_prompt_tokens=context // 2,
+            max_new_tokens=context - context // 2,
+            max_in_flight=max_in_flight,
+        ),
+        engine=EngineConfig(**settings),
+    )
+
+
+@torch.no_grad()
+def hf_logprobs(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """[T] log-probability of each response token under `model`, in float32."""
+    ids = torch.tensor([prompt + response])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    picked = torch.tensor(response)[:, None]
+    return logits.log_softmax(-1).gather(1, picked)[:, 0]
+
+
+class EngineHost:
+    """An engine with its weight service, on an event loop in a thread of its own.
+
+    Use as a context manager; `run(coroutine)` waits for a result with a deadline.
+    """
+
+    def __init__(self, config: Config, model_path: str, *, update_timeout_s: float = 30.0) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._update_timeout_s = update_timeout_s
+        self.applied: list[Version] = []
+
+    def __enter__(self) -> EngineHost:
+        self._environment = dict(os.environ)
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-host")
+        self._thread.start()
+        try:
+            self.run(self._start(), 300)
+        except BaseException:
+            self._stop_loop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.run(self._stop(), 60)
+        self._stop_loop()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def generate(self, request_id: str, prompt: tuple[int, ...], n: int) -> Generation:
+        return self.run(self.engine.generate(GenerationRequest(request_id, prompt, n, 1.0)))
+
+    async def _start(self) -> None:
+        self.engine = await VllmEngine.start(
+            self._config,
+            self._model_path,
+            device="cpu",
+            threads=1,
+            seed=0,
+            weight_backend="gloo",
+        )
+        self.weights = EngineWeights(
+            self.engine,
+            timeout_s=self._update_timeout_s,
+            staged=True,
+            on_applied=self.applied.append,
+        )
+        self.service = WeightService(self.weights)
+        self.service.start()
+
+    async def _stop(self) -> None:
+        await self.service.close()
+        await self.weights.close()
+        await self.engine.shutdown()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60)
+        self._loop.close()
+        os.environ.clear()
+        os.environ.update(self._environment)
+
+
+def publisher(endpoints: list[str], weights: Callable[[], Any], **overrides: Any) -> Any:
+    """A gloo publisher of the named parameters of `weights()`, one worker an actor."""
+    settings: dict[str, Any] = {
+        "rank": 0,
+        "world": 1,
+        "source": lambda: weights().named_parameters(),
+        "metadata": metadata(weights()),
+        "backend": "gloo",
+        "device": torch.device("cpu"),
+        "timeout_s": 30.0,
+        "workers_per_actor": [1] * len(endpoints),
+    }
+    return BroadcastPublisher(endpoints, **(settings | overrides))
+
+
+def metadata(model: torch.nn.Module) -> list[ParamSpec]:
+    return [
+        ParamSpec(name, str(p.dtype).removeprefix("torch."), tuple(p.shape))
+        for name, p in model.named_parameters()
+    ]
