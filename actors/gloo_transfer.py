@@ -51,11 +51,12 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What one publication brings (see `TransferPlan`), and its deadline in seconds."""
+    """What one publication brings (see `TransferPlan`), in which buckets, by when (seconds)."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    bucket_bytes: int
     timeout_s: float
     plan: TransferPlan = field(init=False)
 
@@ -110,7 +111,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         plan, deadline = update_info.plan, time.monotonic() + update_info.timeout_s
         flat = {d: torch.empty(n, dtype=getattr(torch, d)) for d, n in plan.sizes.items()}
         try:
-            for bucket in plan.buckets():
+            for bucket in plan.buckets(update_info.bucket_bytes):
                 options = BroadcastOptions()
                 options.rootRank = 0
                 options.timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))

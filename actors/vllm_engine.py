@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -97,15 +98,15 @@ class VllmEngine:
             from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = _engine_arguments(config, model_path, device, seed, weight_backend)
+        engine = cls(None, _load_tokenizer(model_path, config), version)
         try:
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            engine._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as e:
             raise EngineError(f"vLLM did not start with {model_path}: {e}") from e
-        engine = cls(llm, _load_tokenizer(model_path, config), version)
         try:
-            pids = await llm.collective_rpc("asyncrl_pids")
+            pids = await engine._llm.collective_rpc("asyncrl_pids")
             engine._processes = [psutil.Process(p) for p in sorted({p for w in pids for p in w})]
-            await llm.update_weight_version(str(version))
+            await engine._llm.update_weight_version(str(version))
         except Exception as e:
             await engine.shutdown()
             raise EngineError(f"vLLM died while starting {model_path}: {e}") from e
@@ -242,6 +243,9 @@ class VllmEngine:
             return
         self._closed = True
         llm, self._llm = self._llm, None
+        log = logging.getLogger("vllm.v1.engine.async_llm")
+        level = log.level
+        log.setLevel(logging.CRITICAL)  # it reports the engine's wanted end as a failure
         try:
             async with asyncio.timeout(2 * SHUTDOWN_S):
                 await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
@@ -250,8 +254,11 @@ class VllmEngine:
         finally:
             self._kill()
             await asyncio.to_thread(psutil.wait_procs, self._processes, SHUTDOWN_S)
-            del llm
-            gc.collect()  # its finalizer must not run when the interpreter is half gone
+            log.setLevel(level)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # vLLM leaves a zmq context open
+                del llm
+                gc.collect()  # its finalizer must not run when the interpreter is half gone
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -175,7 +175,10 @@ class Answers:
         older = self._current.get(client.name)
         if older is not None and (older != identity or self._clients[older] != client):
             # A new process under this name: what the old one held will not come.
-            self._lease_requests.take(client.name)
+            waiting = self._lease_requests.take(client.name)
+            if waiting is not None:
+                error = _replaced(client.name)
+                self._send(waiting.identity, refusal(waiting.message.req, error, "LeaseRequest"))
             dropped = self._ledger.drop_actor(client.name)
             logger.info("%s is here again; %d of its leases dropped", client.name, dropped)
         self._clients[identity] = client
@@ -205,7 +208,7 @@ class Answers:
     def _lease_request(self, identity: bytes, message: wire.LeaseRequest) -> Reply:
         self._check_name(identity, message.actor)
         if self._current[message.actor] != identity:
-            raise LedgerError(f"{message.actor} was replaced by another process: no more leases")
+            raise _replaced(message.actor)
         now = self._clock()
         waiting = Waiting(identity, message, now + _wait(message.wait_s))
         older = self._lease_requests.take(message.actor)
@@ -272,7 +275,7 @@ class Answers:
         if self._emit is not None and self._ledger.committed > before:
             version = self._ledger.version
             self._emit(
-                metrics(self._ledger, self._clock()),
+                self._ledger.metrics(self._clock()),
                 step=message.batch,
                 version=version.version,
                 incarnation=version.incarnation,
@@ -294,16 +297,8 @@ class Answers:
         )
 
 
-def metrics(ledger: Ledger, now: float) -> dict[str, float]:
-    """The buffer's metrics after a commit; one without a value is left out."""
-    counts, gauges = ledger.counts(), ledger.gauges(now)
-    names = "dispatched completed trained dropped_stale filtered failed requeued duplicate held"
-    values = {f"samples/{name}": float(counts[name]) for name in names.split()}
-    values["staleness/limit"] = float(ledger.rules.max_staleness)
-    for name in ("queue/depth", "queue/capacity", "queue/bytes", "queue/age_s", "samples/len_bias"):
-        if name in gauges:
-            values[name] = float(gauges[name])
-    return values
+def _replaced(actor: str) -> LedgerError:
+    return LedgerError(f"{actor} was replaced by another process: no more leases")
 
 
 def _ok(message: wire.Message) -> Reply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 
 from asyncrl import staleness
@@ -48,6 +49,15 @@ def gauges(b: Books, now: float) -> dict[str, float]:
         generated = b.lengths["generated_tokens"] / b.lengths["generated_samples"]
         values["samples/len_bias"] = trained / generated
     return values
+
+
+def metrics(b: Books, counts: Mapping[str, int], now: float) -> dict[str, float]:
+    """The buffer's metrics of a record; one without a value is left out."""
+    names = "dispatched completed trained dropped_stale filtered failed requeued duplicate held"
+    values = {f"samples/{name}": float(counts[name]) for name in names.split()}
+    values["staleness/limit"] = float(b.rules.max_staleness)
+    shown = ("queue/", "samples/")
+    return values | {k: float(v) for k, v in gauges(b, now).items() if k.startswith(shown)}
 
 
 def waiting_for(b: Books, batch: int, now: float) -> str:

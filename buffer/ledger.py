@@ -261,6 +261,10 @@ class Ledger:
         """Sizes of what is held (names and meaning: `explain.gauges`)."""
         return explain.gauges(self._books, now)
 
+    def metrics(self, now: float) -> dict[str, float]:
+        """The buffer's metrics of a record, by name."""
+        return explain.metrics(self._books, self.counts(), now)
+
     def waiting_for(self, batch: int, now: float) -> str:
         """What batch k lacks and who holds it, in a line."""
         return explain.waiting_for(self._books, batch, now)

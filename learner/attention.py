@@ -72,6 +72,15 @@ class PackLayout:
 
         return self.cached(("tail", window, queries, keys), build)
 
+    def additive_mask(self, mask: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
+        """[heads * queries, keys]: 0 where the boolean `mask` of this layout holds, else -inf."""
+
+        def build() -> Tensor:
+            zeros = torch.zeros_like(mask, dtype=dtype)
+            return zeros.masked_fill_(~mask, float("-inf")).repeat(heads, 1)
+
+        return self.cached(("additive", id(mask), dtype, heads), build)
+
     def cached(self, key: tuple[object, ...], build: Callable[[], Tensor]) -> Tensor:
         """The tensor of `key`, built and moved to the device once."""
         if key not in self._masks:
@@ -113,13 +122,13 @@ def packed_attention(
     """
     layout = _checked_layout(module, attention_mask, dropout, sliding_window, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # One split, not slices: the backward of a slice fills a gradient of the whole pack.
+    sizes = [s.tokens for s in layout.segments]
+    queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))
     out: list[Tensor] = []
-    for s in layout.segments:
-        own = slice(s.start, s.start + s.tokens)
-        q, k, v = query[:, :, own], key[:, :, own], value[:, :, own]
+    for s, q, k, v in zip(layout.segments, queries, keys, values, strict=True):
         if s.prefix_tokens:
-            k = torch.cat([key[:, :, : s.prefix_tokens], k], dim=2)
-            v = torch.cat([value[:, :, : s.prefix_tokens], v], dim=2)
+            k, v = torch.cat([keys[0], k], dim=2), torch.cat([values[0], v], dim=2)
         attend = _block if as_block(s) else _split
         out += attend(q, k, v, s, layout, sliding_window, scale)
     return torch.cat(out, dim=2).transpose(1, 2), None
@@ -136,7 +145,7 @@ def _block(
 ) -> list[Tensor]:
     if len(s.response_tokens) <= 1:
         return [_tail(q, k, v, layout, window, scale)]
-    return [_attend(q, k, v, layout.block_mask(s, window), scale)]
+    return [_attend(q, k, v, layout, layout.block_mask(s, window), scale)]
 
 
 def _split(
@@ -149,13 +158,11 @@ def _split(
     scale: float,
 ) -> list[Tensor]:
     prompt = s.prefix_tokens + s.prompt_tokens
-    k_prompt, v_prompt = k[:, :, :prompt], v[:, :, :prompt]
-    out = [_tail(q[:, :, : s.prompt_tokens], k_prompt, v_prompt, layout, window, scale)]
-    queries = q[:, :, s.prompt_tokens :].split(s.response_tokens, dim=2)
-    keys = k[:, :, prompt:].split(s.response_tokens, dim=2)
-    values = v[:, :, prompt:].split(s.response_tokens, dim=2)
-    for q_t, k_t, v_t in zip(queries, keys, values, strict=True):
-        k_all, v_all = torch.cat([k_prompt, k_t], dim=2), torch.cat([v_prompt, v_t], dim=2)
+    queries = q.split((s.prompt_tokens, *s.response_tokens), dim=2)
+    keys, values = (x.split((prompt, *s.response_tokens), dim=2) for x in (k, v))
+    out = [_tail(queries[0], keys[0], values[0], layout, window, scale)]
+    for q_t, k_t, v_t in zip(queries[1:], keys[1:], values[1:], strict=True):
+        k_all, v_all = torch.cat([keys[0], k_t], dim=2), torch.cat([values[0], v_t], dim=2)
         out.append(_tail(q_t, k_all, v_all, layout, window, scale))
     return out
 
@@ -168,14 +175,16 @@ def _tail(
     if window is not None and window >= keys:
         window = None
     if queries == keys and window is None and not _dense_is_faster(q, k):
-        return _attend(q, k, v, None, scale)
-    return _attend(q, k, v, layout.tail_mask(queries, keys, window), scale)
+        return _attend(q, k, v, layout, None, scale)
+    return _attend(q, k, v, layout, layout.tail_mask(queries, keys, window), scale)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, mask: Tensor | None, scale: float
+) -> Tensor:
     """Attention under a boolean mask; None is the plain causal one. Shapes [1, heads, ., D]."""
     if mask is not None and _dense_is_faster(q, k):
-        return _dense(q, k, v, mask, scale)
+        return _dense(q, k, v, layout, mask, scale)
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and mask is not None:  # the memory-efficient CUDA kernel knows no GQA
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -194,16 +203,17 @@ def _dense_is_faster(q: Tensor, k: Tensor) -> bool:
     return q.device.type == "cpu" and q.shape[2] * k.shape[2] <= _DENSE_PAIRS
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, mask: Tensor, scale: float
+) -> Tensor:
     """Attention by two plain products, the query heads of a key-value head side by side."""
     _, heads, queries, size = q.shape
-    _, kv_heads, keys, _ = k.shape
+    kv_heads = k.shape[1]
+    add = layout.additive_mask(mask, q.dtype, heads // kv_heads).expand(kv_heads, -1, -1)
     grouped = q[0].reshape(kv_heads, -1, size)
-    scores = torch.bmm(grouped, k[0].transpose(1, 2)).view(heads, queries, keys)
-    scores = (scores * scale).masked_fill(~mask, float("-inf"))
+    scores = torch.baddbmm(add, grouped, k[0].transpose(1, 2), alpha=scale)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-    out = torch.bmm(weights.view(kv_heads, -1, keys), v[0])
-    return out.view(1, heads, queries, v.shape[-1])
+    return torch.bmm(weights, v[0]).view(1, heads, queries, -1)
 
 
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")

@@ -73,7 +73,7 @@ def token_metrics(table: npt.NDArray[np.float32], truncate: float | None) -> tup
     raw = np.exp(np.clip(log_weight, -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
     used = raw if truncate is None else np.minimum(raw, truncate)
     hist["is/ratio_raw"], hist["is/ratio_used"] = _ratios(raw), _ratios(used)
-    return {k: v for k, v in metrics.items() if np.isfinite(v)}, hist
+    return metrics, hist
 
 
 def _stats(name: str, values: npt.NDArray[np.generic]) -> Metrics:

@@ -104,6 +104,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         """
         client = self.client
         info = self.source.snapshot.plan.to_info()
+        info["bucket_bytes"] = self.source.snapshot.bucket_bytes
         info["timeout_s"] = max(0.1, client.deadline - time.monotonic())
         client.start_weight_update()
         _both(lambda: client.update_weights(info), self._broadcast)

@@ -22,7 +22,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.learner.snapshot import Snapshot
 from asyncrl.learner.weight_fleet import FleetClient
 from asyncrl.types import Version
-from asyncrl.weights import ParamSpec, TransferPlan, publication_deadline_s
+from asyncrl.weights import BUCKET_BYTES, ParamSpec, TransferPlan, publication_deadline_s
 
 Source = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -51,6 +51,7 @@ class BroadcastPublisher:
         timeout_s: float,
         workers_per_actor: Sequence[int],
         address: str = "127.0.0.1",
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._rank, self._world = rank, world
         self._source = source
@@ -65,7 +66,9 @@ class BroadcastPublisher:
         `sync/blocked_s` of the last `publish` call."""
         if rank == 0:
             self._fleet = FleetClient(endpoints, workers_per_actor)
-            self._snapshot = Snapshot(self._plan, pinned=device.type == "cuda")
+            self._snapshot = Snapshot(
+                self._plan, pinned=device.type == "cuda", bucket_bytes=bucket_bytes
+            )
             world_size = 1 + sum(workers_per_actor)
             self._sender = self._join(backend, address, world_size)
 

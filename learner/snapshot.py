@@ -7,14 +7,17 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights import TransferPlan
+from asyncrl.weights import BUCKET_BYTES, TransferPlan
 
 
 class Snapshot:
     """One flat buffer per wire dtype; filled at each publication, read while training goes on."""
 
-    def __init__(self, plan: TransferPlan, *, pinned: bool = False) -> None:
+    def __init__(
+        self, plan: TransferPlan, *, pinned: bool = False, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self.plan = plan
+        self.bucket_bytes = bucket_bytes
         self._flat = {
             dtype: torch.empty(n, dtype=getattr(torch, dtype), pin_memory=pinned)
             for dtype, n in plan.sizes.items()
@@ -49,5 +52,5 @@ class Snapshot:
 
     def buckets(self) -> Iterator[torch.Tensor]:
         """The parts to broadcast, in order, as views."""
-        for bucket in self.plan.buckets():
+        for bucket in self.plan.buckets(self.bucket_bytes):
             yield self._flat[bucket.dtype][bucket.start : bucket.stop]

@@ -16,6 +16,7 @@ model, so that every rank runs the same passes in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,7 @@ class Trainer:
         *,
         rank: int,
         world: int,
-        device: str | torch.device, | torch.device
+        device: str | torch.device,
     ):
         torch.manual_seed(config.run.seed)
         self.config = config
@@ -248,4 +249,6 @@ class Trainer:
         if norms:
             metrics["loss/grad_norm"] = norms[-1]
         metrics["loss/skipped"] = float(sum(a.skipped for a in progress.applied))
+        # A step with no value for a metric writes none.
+        metrics = {k: v for k, v in metrics.items() if math.isfinite(v)}
         return metrics, hist | token_hist

@@ -56,6 +56,8 @@ class Board:
                 entry = self.evals.setdefault(record["version"], Evaluation())
                 entry.prompts += event["prompts"]
                 entry.total += event["total"]
+            if event is not None and event["event"] == "publication":
+                self.version = record["version"]
             if record["role"] == "actor" and record["metrics"]:
                 self.actors[record["rank"]] = record["metrics"]
             if record["role"] == "learner" and record["rank"] == 0 and record["metrics"]:
@@ -71,7 +73,7 @@ class Board:
             self.samples_s.append(self.config.learner.batch_size / (now - self.last_step_at))
         else:
             self.first_step_s = now - self.started
-        self.step, self.version, self.last_step_at = record["step"], record["version"], now
+        self.step, self.last_step_at = record["step"], now
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         if "staleness/head/mean" in metrics:

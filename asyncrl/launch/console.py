@@ -74,7 +74,7 @@ class ConsoleView:
     def say(self, text: str) -> None:
         """A line that stays, above the panel."""
         if self.mode != "off":
-            self.console.print(Text(text))
+            self.console.print(Text(text), soft_wrap=True)
             sys.stdout.flush()
 
     def refresh(self) -> None:

@@ -95,7 +95,6 @@ def test_progress_and_results_renew_a_lease_and_silence_ends_it() -> None:
     ledger = make()
     (lease,) = ledger.lease("a", V0, 2, now=0)
     ledger.progress("a", {lease.lease: 5}, now=8)
-    ledger.progress("a", {lease.lease: 5}, now=17)  # no growth: not renewed
     ledger.progress("b", {lease.lease: 50}, now=17)  # not its actor
     assert ledger.expire(now=17.9) == 0
     give(ledger, lease, 0, now=17.9)
@@ -104,6 +103,24 @@ def test_progress_and_results_renew_a_lease_and_silence_ends_it() -> None:
     assert ledger.counts()["requeued"] == 1
     (again,) = ledger.lease("b", V0, 1, now=28)
     assert (again.group, again.samples) == (lease.group, (1,))
+
+
+def test_a_token_count_that_does_not_grow_renews_nothing() -> None:
+    ledger = make()
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    ledger.progress("a", {lease.lease: 5}, now=8)
+    ledger.progress("a", {lease.lease: 5, 99: 1}, now=17)
+    assert ledger.expire(now=18) == 1
+
+
+def test_a_result_under_anothers_name_is_unknown() -> None:
+    ledger = make()
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    assert give(ledger, lease, 0, actor="b") == "unknown"
+    sample, kind = lease.group.sample(0), FailureKind.DATA
+    assert ledger.fail("b", lease.lease, sample, kind, "no", now=0) == "unknown"
+    counts = ledger.counts()
+    assert (counts["unknown_results"], counts["leased"]) == (2, 2)
 
 
 def test_a_failure_renews_its_lease() -> None:
@@ -350,6 +367,11 @@ def test_gauges() -> None:
     gauges = ledger.gauges(now=3)
     assert gauges["samples/len_bias"] == pytest.approx((3 / 2) / (21 / 4))
     assert gauges["queue/bytes"] == 0
+
+
+def test_the_largest_are_placed_first() -> None:
+    assert balance([[1], [1], [2]], 2) == ((2,), (0, 1))
+    assert balance([[3, 1], [2]], 3) == ((0,), (2,), (1,))  # fewer groups than ranks: split
 
 
 @given(

@@ -436,14 +436,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(
-    max_examples=80,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_long_walks(seed: int) -> None:
     """Far into a run: hundreds of events, most of them of actors and a learner that go on."""
     machine, rng = LedgerMachine(), random.Random(seed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+import warnings
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
@@ -87,10 +89,12 @@ def engine_config(*, max_in_flight: int = 16, context: int = 384, **engine: Any)
 
 
 @torch.no_grad()
-def hf_logprobs(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
+def hf_logprobs(
+    model: Any, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """[T] log-probability of each response token under `model`, in float32."""
     ids = torch.tensor([prompt + response])
-    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
     picked = torch.tensor(response)[:, None]
     return logits.log_softmax(-1).gather(1, picked)[:, 0]
 
@@ -122,6 +126,10 @@ class EngineHost:
     def __exit__(self, *exception: object) -> None:
         self.run(self._stop(), 60)
         self._stop_loop()
+        del self.engine, self.weights, self.service
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vLLM leaves a zmq context open
+            gc.collect()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)

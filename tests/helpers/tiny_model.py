@@ -25,6 +25,7 @@ from asyncrl.types import BatchPart, FinishReason, SampleHeader, SampleId, Traje
 from asyncrl.wire import pack_trajectory
 
 VOCAB = 97
+INITIAL = Version(0, 0)
 
 _KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -67,7 +68,7 @@ def make_trajectory(
     response_tokens: int,
     *,
     reward: float = 0.0,
-    version: Version = Version(0, 0),
+    version: Version = INITIAL,
     temperature: float = 1.0,
     behaviour: np.ndarray[Any, Any] | None = None,
     loss_mask: Sequence[int] | None = None,
@@ -126,8 +127,8 @@ def make_batch(
 
 
 def make_part(batch: Sequence[Trajectory], rank: int = 0, world: int = 1, k: int = 1) -> BatchPart:
-    """A rank's part of the batch: every world-th sample."""
-    mine = tuple(range(rank, len(batch), world))
+    """A rank's part of the batch; rank 0 has most of it, so that the ranks' work differs."""
+    mine = tuple(i for i in range(len(batch)) if max(0, i % 5 - 3) % world == rank)
     return BatchPart(
         batch=k,
         rank=rank,

@@ -164,27 +164,33 @@ def test_every_stamp_matches_its_token_over_200_updates(host: EngineHost) -> Non
     assert max(len(set(g.versions.tolist())) for g in load.done) > 2
 
 
-def test_broken_transfer_leaves_the_old_weights_serving(host: EngineHost) -> None:
-    """The sender sends half and leaves."""
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [(2, r"receive: actor-0 .*receive failed"), (None, "all actors answered: cut")],
+    ids=["after two buckets", "after all buckets, before the commit"],
+)
+def test_broken_transfer_leaves_the_old_weights_serving(
+    host: EngineHost, sent: int | None, says: str
+) -> None:
     model = tiny_model("llama", tied=False, seed=3)
     old = next_version(host)
-    pub = publisher([host.service.endpoint], lambda: model)
+    pub = publisher([host.service.endpoint], lambda: model, bucket_bytes=1 << 18)
     pub.publish(old)
     pub.wait()
+    buckets = list(pub._snapshot.buckets())
+    assert len(buckets) > 3
 
-    def half_then_leave() -> Iterator[torch.Tensor]:
-        (whole,) = list(type(pub._snapshot).buckets(pub._snapshot))
-        yield whole[: len(whole) // 2]
+    def leave_early() -> Iterator[torch.Tensor]:
+        yield from buckets[:sent]
         raise RuntimeError("cut")
 
-    pub._snapshot.buckets = half_then_leave
+    pub._snapshot.buckets = leave_early
+    pub._source = lambda: tiny_model("llama", tied=False, seed=4).named_parameters()
     load = Load(host, 4, 100)
     load.wait_for_tokens(8)
-    pub._source = lambda: tiny_model("llama", tied=False, seed=4).named_parameters()
     pub.publish(next_version(host))
-    with pytest.raises(WeightSyncError, match=r"receive: actor-0 .*receive failed"):
+    with pytest.raises(WeightSyncError, match=says):
         pub.wait()
-    assert host.engine.applied == old
     check_logprobs(host, model, old)
     assert all(set(g.versions.tolist()) == {old.version} for g in load.stop())
     with pytest.raises(WeightSyncError):  # the publisher says so again, and leaves

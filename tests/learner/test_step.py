@@ -1,0 +1,307 @@
+"""One training step on tiny models: independence of the partition, corner cases, metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config.schema import OptimConfig
+from asyncrl.errors import AsyncRLError, ConfigError, StalenessError
+from asyncrl.learner.step import Trainer
+from asyncrl.types import Trajectory, Version
+from tests.helpers.tiny_model import make_batch, make_part, save_tiny_model
+from tests.learner.trained import Captured, capture, learner_config, partition_batch
+
+V2 = Version(0, 2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
+
+
+def _assert_same(got: dict[str, Any], want: dict[str, Any], rtol: float = 1e-5) -> None:
+    """Gradients relative to the largest entry of the whole gradient (cancellation is no error)."""
+    assert got.keys() == want.keys()
+    scale = max(float(np.abs(v).max()) for k, v in want.items() if k.startswith("grad/"))
+    for name in want:
+        if name.startswith("grad/"):
+            np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=rtol * scale)
+
+
+def _assert_metrics(got: dict[str, float], want: dict[str, float]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
+# --- against a plain loop ------------------------------------------------------------------
+
+
+def _reference_gradient(
+    model: Path, batch: list[Trajectory], aggregation: str, cap: float = 2.0
+) -> tuple[float, dict[str, np.ndarray[Any, Any]]]:
+    """Loss and gradient by one Hugging Face forward per sample and the formulas as written."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    rewards: dict[Any, list[float]] = {}
+    for t in batch:
+        rewards.setdefault(t.header.id.group, []).append(t.header.reward)
+    finite = [np.isfinite(t.behaviour_logprobs) & (t.loss_mask == 1) for t in batch]
+    tokens, sequences = sum(f.sum() for f in finite), sum(f.any() for f in finite)
+    total = torch.zeros(())
+    for t, counted in zip(batch, finite, strict=True):
+        group = np.array(rewards[t.header.id.group])
+        advantage = (t.header.reward - group.mean()) / (group.std(ddof=1) + 1e-6)
+        ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids])[None].astype(np.int64))
+        logits = policy(ids).logits[0, len(t.prompt_ids) - 1 : -1] / t.header.temperature
+        logp = torch.log_softmax(logits, -1)[
+            torch.arange(len(t.response_ids)), torch.tensor(t.response_ids.astype(np.int64))
+        ]
+        for k in np.flatnonzero(counted):
+            w = min(cap, math.exp(logp[k].item() - t.behaviour_logprobs[k]))
+            c = 1 / tokens if aggregation == "token-mean" else 1 / (sequences * counted.sum())
+            total = total - c * w * advantage * (logp[k] - logp[k].detach()).exp()
+    total.backward()  # type: ignore[no-untyped-call]
+    grads = {f"grad/{n}": p.grad.numpy() for n, p in policy.named_parameters()}
+    return total.item(), grads
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_loss_and_gradient_equal_a_plain_loop(model: Path, aggregation: str) -> None:
+    batch = partition_batch()
+    got = capture(learner_config({"aggregation": aggregation}), model, batch)
+    loss, grads = _reference_gradient(model, batch, aggregation)
+    assert got.metrics["loss/policy"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    _assert_same({k: v for k, v in got.arrays.items() if k in grads}, grads, rtol=2e-5)
+
+
+PARTITIONS: list[dict[str, Any]] = [
+    {"max_tokens_per_microbatch": 32},
+    {"max_tokens_per_microbatch": 80},
+    {"share_prompt": False},
+    {"share_prompt": False, "max_tokens_per_microbatch": 50},
+    {"gradient_checkpointing": True},
+]
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_the_partition_does_not_matter(model: Path, aggregation: str) -> None:
+    batch = partition_batch()
+    loss = {"aggregation": aggregation}
+    want = capture(learner_config(loss), model, batch, version=V2)
+    for settings in PARTITIONS:
+        got = capture(learner_config(loss, **settings), model, batch, version=V2)
+        _assert_same(got.arrays, want.arrays)
+        _assert_metrics(got.metrics, want.metrics)
+
+
+def _run_ranks(tmp_path: Path, model: Path, config: str, world: int = 2) -> list[Captured]:
+    """The same batch on `world` processes over gloo."""
+    store, out = tmp_path / "store", tmp_path / "out"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.learner.two_ranks"]
+            + [str(a) for a in (rank, world, store, model, out, config)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for p in processes:
+            _, err = p.communicate(timeout=240)
+            assert p.returncode == 0, err[-3000:]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    results = []
+    for rank in range(world):
+        with np.load(f"{out}.{rank}.npz") as arrays:
+            metrics = json.loads(Path(f"{out}.{rank}.json").read_text())
+            results.append(Captured(dict(arrays), metrics, None))  # type: ignore[arg-type]
+    return results
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ({}, {"max_tokens_per_microbatch": 60}),
+        (
+            {"aggregation": "seq-mean-token-mean", "dual_clip": 3.0},
+            {"share_prompt": False, "gradient_checkpointing": True, "epochs": 2},
+        ),
+    ],
+)
+def test_two_ranks_equal_one(
+    model: Path, tmp_path: Path, loss: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    config = learner_config(loss, **settings)
+    want = capture(config, model, partition_batch(), version=V2)
+    first, second = _run_ranks(tmp_path, model, config.model_dump_json())
+    assert first.metrics == second.metrics
+    _assert_metrics(first.metrics, want.metrics)
+    # After an Adam step weights whose gradient is nearly 0 may differ: the second epoch is looser.
+    _assert_same(first.arrays, want.arrays, rtol=1e-5 if config.learner.epochs == 1 else 2e-3)
+    for name in first.arrays:
+        np.testing.assert_array_equal(first.arrays[name], second.arrays[name])
+
+
+# --- corner cases ------------------------------------------------------------------------------
+
+
+def _with_own_logprobs(model: Path, batch: list[Trajectory]) -> list[Trajectory]:
+    """The batch as if the model itself had sampled it."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    out = []
+    for t in batch:
+        ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids])[None].astype(np.int64))
+        with torch.no_grad():
+            logits = policy(ids).logits[0, len(t.prompt_ids) - 1 : -1]
+        logp = torch.log_softmax(logits, -1).gather(1, ids[0, len(t.prompt_ids) :, None])
+        out.append(replace(t, behaviour_logprobs=logp[:, 0].numpy()))
+    return out
+
+
+def test_on_policy_data_has_weight_one(model: Path) -> None:
+    batch = _with_own_logprobs(model, make_batch(1, groups=4, group_size=4))
+    metrics = capture(learner_config(), model, batch).metrics
+    assert metrics["is/ess_frac"] == pytest.approx(1, abs=1e-5)
+    assert metrics["is/ratio_raw/max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["kl/mismatch_k3"] == pytest.approx(0, abs=1e-6)
+    assert "kl/drift_k3" not in metrics
+    assert metrics["is/by_staleness/0/count"] == metrics["loss/tokens"]
+
+
+def test_a_wrong_temperature_shows_in_the_mismatch(model: Path) -> None:
+    batch = _with_own_logprobs(model, make_batch(1, groups=4, group_size=4))
+    hot = [replace(t, header=replace(t.header, temperature=1.5)) for t in batch]
+    assert capture(learner_config(), model, hot).metrics["kl/mismatch_k3"] > 1e-3
+
+
+def test_mismatch_and_drift_are_told_apart(model: Path) -> None:
+    old = make_batch(1, groups=2, group_size=4, version=Version(0, 1))
+    new = [
+        replace(t, header=replace(t.header, id=t.header.id._replace(index=9)))
+        for t in make_batch(2, groups=1, group_size=4, version=V2)
+    ]
+    result = capture(learner_config(), model, old + new, version=V2).result
+    assert result.metrics["kl/drift_k3"] != result.metrics["kl/mismatch_k3"]
+    assert result.metrics["staleness/head/max"] == 1
+    assert result.hist["staleness/head"] == {"edges": [0.0, 1.0, 2.0], "counts": [4.0, 8.0]}
+    counts = [result.metrics[f"is/by_staleness/{k}/count"] for k in (0, 1)]
+    assert sum(counts) == result.metrics["loss/tokens"]
+
+
+def test_stale_samples_are_dropped_or_raise(model: Path) -> None:
+    batch = make_batch(4, groups=3, group_size=4, version=V2)
+    late = replace(batch[1], header=replace(batch[1].header, version_min=Version(0, 0)))
+    with_late = [batch[0], late, *batch[2:]]
+    config = learner_config()
+    got = capture(config, model, with_late, version=Version(0, 3))
+    assert got.result.dropped == (late.header.id,)
+    assert got.metrics["staleness/violations"] == 1
+    assert got.result.samples == 11
+    want = capture(config, model, [batch[0], *batch[2:]], version=Version(0, 3))
+    _assert_same(got.arrays, want.arrays)
+    strict = config.model_copy(
+        update={"buffer": config.buffer.model_copy(update={"on_stale": "raise"})}
+    )
+    with pytest.raises(StalenessError, match="max_staleness=2"):
+        capture(strict, model, with_late, version=Version(0, 3))
+
+
+def test_a_batch_with_nothing_to_train_leaves_the_weights_alone(model: Path) -> None:
+    config = learner_config()
+    old = capture(config, model, make_batch(4, 2, 2), version=Version(0, 9))
+    equal = [
+        replace(t, header=replace(t.header, reward=1.0)) for t in make_batch(4, 2, 2, version=V2)
+    ]
+    same = capture(config, model, equal, version=V2)
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for captured in (old, same):
+        for name, p in before.named_parameters():
+            np.testing.assert_array_equal(captured.arrays[f"param/{name}"], p.detach().numpy())
+    assert len(old.result.dropped) == 4
+    assert "loss/policy" not in old.metrics
+    assert same.metrics["loss/policy"] == 0
+    assert same.metrics["loss/entropy"] > 0  # looked at without a backward pass
+
+
+def test_mostly_missing_logprobs_are_refused(model: Path) -> None:
+    batch = make_batch(6, groups=2, group_size=4)
+    for t in batch[:6]:
+        t.behaviour_logprobs[:] = np.nan
+    with pytest.raises(AsyncRLError, match="behaviour log-probabilities of the batch are not"):
+        capture(learner_config(), model, batch)
+
+
+def test_a_sample_that_does_not_fit_is_refused(model: Path) -> None:
+    batch = make_batch(6, groups=1, group_size=2, prompt=(40, 41))
+    with pytest.raises(ConfigError, match="raise it to"):
+        capture(learner_config(max_tokens_per_microbatch=40), model, batch)
+
+
+def test_a_broken_gradient_is_skipped_and_counted(model: Path) -> None:
+    trainer = Trainer(learner_config(), model, rank=0, world=1, device="cpu")
+    try:
+        with torch.no_grad():
+            next(trainer.policy.module.parameters()).to_local()[5] = math.nan
+        before = {n: p.clone() for n, p in trainer.full_parameters(torch.float32)}
+        result = trainer.train(make_part(make_batch(4, 2, 4)), Version(0, 0))
+        assert result.skipped == 1
+        assert result.metrics["loss/skipped"] == 1
+        assert all(math.isfinite(v) for v in result.metrics.values())
+        for name, p in trainer.full_parameters(torch.float32):
+            np.testing.assert_array_equal(p.numpy(), before[name].numpy())
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_training_raises_the_likelihood_of_what_was_rewarded(model: Path, epochs: int) -> None:
+    """bf16, several batches: the policy moves towards rewarded answers, ratios stay sane."""
+    config = learner_config(dtype="bfloat16", epochs=epochs, optim=OptimConfig(lr=3e-3))
+    trainer = Trainer(config, model, rank=0, world=1, device="cpu")
+    try:
+        batch = _with_own_logprobs(model, make_batch(8, groups=4, group_size=6))
+        first = trainer.train(make_part(batch), Version(0, 0)).metrics
+        for _ in range(4):
+            last = trainer.train(make_part(batch), Version(0, 0)).metrics
+        assert first["is/ratio_raw/mean"] == pytest.approx(1, abs=0.1)
+        assert last["loss/policy"] < first["loss/policy"] - 0.05
+        assert ("loss/clip_frac" in last) == (epochs > 1)
+        if epochs > 1:
+            assert last["loss/clip_frac"] > 0
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_saved_folder_is_the_trained_policy(tmp_path: Path, tied: bool) -> None:
+    folder = save_tiny_model(tmp_path / "in", tied=tied)
+    trainer = Trainer(learner_config(), folder, rank=0, world=1, device="cpu")
+    try:
+        trainer.train(make_part(make_batch(4, 2, 4)), Version(0, 0))
+        names = [n for n, _ in trainer.full_parameters(torch.bfloat16)]
+        assert ("lm_head.weight" in names) != tied
+        trainer.policy.save_hf(tmp_path / "out")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        state = loaded.state_dict()
+        assert type(loaded).__name__ == "LlamaForCausalLM"
+        assert loaded.dtype == torch.float32
+        for name, p in trainer.full_parameters(torch.float32):
+            assert torch.equal(state[name], p)
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    finally:
+        trainer.close()
