@@ -51,8 +51,10 @@ async def evaluate(
         async with gate:
             generation = await engine.generate(
                 GenerationRequest(
-                    f"{name}-eval-{version}-{i}", tuple(encode(prompt)),
-                    max_new_tokens=config.rollout.max_new_tokens, temperature=0.0,
+                    f"{name}-eval-{version}-{i}",
+                    tuple(encode(prompt)),
+                    max_new_tokens=config.rollout.max_new_tokens,
+                    temperature=0.0,
                 )  # fmt: skip
             )
         if generation.version_dispatch != version or generation.version_finish != version:

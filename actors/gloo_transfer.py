@@ -32,10 +32,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from asyncrl.actors.vllm_setup import HOST_PID_ENV
 from asyncrl.weights import TransferPlan, uses_loopback
-
-HOST_PID_ENV = "ASYNCRL_ENGINE_HOST_PID"
-"""Pid of the process that started the engine; its workers end when it does."""
 
 
 @dataclass

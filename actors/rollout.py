@@ -28,7 +28,14 @@ from asyncrl.idlog import IdLog
 from asyncrl.metrics import TimeShares
 from asyncrl.protocols import Engine, Generation, GenerationRequest
 from asyncrl.types import (
-    NO_VERSION, FailureKind, Lease, Prompt, SampleHeader, SampleId, Trajectory, Version,
+    NO_VERSION,
+    FailureKind,
+    Lease,
+    Prompt,
+    SampleHeader,
+    SampleId,
+    Trajectory,
+    Version,
 )  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -106,8 +113,9 @@ class RolloutLoop:
                 self._asking.add(asyncio.create_task(self._ask(room)))
             self._applied_changed.clear()
             changed = asyncio.create_task(self._applied_changed.wait())
+            waiting: set[asyncio.Task[Any]] = {*self._tasks, *self._asking, progress, changed}
             done, _ = await asyncio.wait(
-                {*self._tasks, *self._asking, progress, changed},
+                waiting,
                 return_when=asyncio.FIRST_COMPLETED,
                 timeout=LEASE_WAIT_S,
             )
@@ -119,7 +127,7 @@ class RolloutLoop:
                 task.result()  # a failed engine ends the loop; sample failures do not raise
             for asking in done & self._asking:
                 self._asking.discard(asking)
-                reply = asking.result()
+                reply: wire.Leases = asking.result()
                 if reply.state != "running":
                     return reply
                 for lease in reply.leases:
@@ -165,9 +173,7 @@ class RolloutLoop:
             max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
         )  # fmt: skip
         with self.shares.state("generate"):
-            generation = await self.engine.generate(
-                request, lambda n: self._count(lease.lease, n)
-            )
+            generation = await self.engine.generate(request, lambda n: self._count(lease.lease, n))
         try:
             with self.shares.state("reward"):
                 value = await self.reward.score(
@@ -239,4 +245,3 @@ def build_trajectory(
         versions=generation.versions, incarnations=generation.incarnations,
         loss_mask=np.ones(length, np.uint8),
     )  # fmt: skip
-

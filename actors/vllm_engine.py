@@ -16,51 +16,30 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import psutil
 
+from asyncrl.actors.vllm_setup import (
+    engine_arguments,
+    load_tokenizer,
+    prepare_environment,
+    sampling_params,
+)
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.protocols import Generation, GenerationRequest
 from asyncrl.types import FinishReason, Version
-
-STREAM_INTERVAL = 8
-"""Tokens between two outputs of a request: progress, without an event per token."""
-
-MIN_TEMPERATURE = 0.01
-"""vLLM raises a lower one to this without a word, and the learner's would differ."""
 
 SHUTDOWN_S = 5.0
 """Seconds the engine's processes get to end by themselves, before they are killed."""
 
 INITIAL = Version(0, 0)
 """The version of the weights in the model's folder."""
-
-_WORKER_EXTENSION = "asyncrl.actors.gloo_transfer.WorkerExtension"
-_HOST_PID_ENV = "ASYNCRL_ENGINE_HOST_PID"  # gloo_transfer.HOST_PID_ENV, which imports vllm
-
-
-def prepare_environment(*, device: str, threads: int, eager: bool) -> None:
-    """Set what vLLM reads from the environment. Call before vllm is first imported."""
-    env = os.environ
-    env[_HOST_PID_ENV] = str(os.getpid())
-    env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    if device == "cpu":
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        env["OMP_NUM_THREADS"] = str(threads)
-        if eager:
-            # Else the first request pays 11-14 s for a compiled sampler helper.
-            env["TORCHDYNAMO_DISABLE"] = "1"
 
 
 class VllmEngine:
@@ -97,8 +76,8 @@ class VllmEngine:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = _engine_arguments(config, model_path, device, seed, weight_backend)
-        engine = cls(None, _load_tokenizer(model_path, config), version)
+        arguments = engine_arguments(config, model_path, device, seed, weight_backend)
+        engine = cls(None, load_tokenizer(model_path, config), version)
         try:
             engine._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as e:
@@ -153,7 +132,7 @@ class VllmEngine:
             async with contextlib.aclosing(
                 self._llm.generate(
                     {"prompt_token_ids": list(request.prompt_ids)},
-                    _sampling_params(request),
+                    sampling_params(request),
                     request.request_id,
                 )
             ) as outputs:
@@ -302,76 +281,6 @@ class _Parts:
                 f"{len(self.logprobs)} log-probabilities"
             )
         return stamps
-
-
-def _sampling_params(request: GenerationRequest) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    if 0 < request.temperature < MIN_TEMPERATURE:
-        raise EngineError(
-            f"temperature {request.temperature} is below {MIN_TEMPERATURE}, where vLLM would "
-            f"use {MIN_TEMPERATURE}: raise it, or use 0 for greedy"
-        )
-    return SamplingParams(
-        n=1,
-        temperature=request.temperature,
-        max_tokens=request.max_new_tokens,
-        seed=request.seed,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-
-
-def _engine_arguments(
-    config: Config, model_path: str, device: str, seed: int, weight_backend: str
-) -> dict[str, Any]:
-    """AsyncEngineArgs of a run."""
-    from vllm.config import WeightTransferConfig
-
-    engine = config.engine
-    kv_cache_gib = engine.kv_cache_gib or (1.0 if device == "cpu" else None)
-    arguments: dict[str, Any] = {
-        "model": model_path,
-        "trust_remote_code": config.model.trust_remote_code,
-        "skip_tokenizer_init": not _has_tokenizer(model_path),
-        "dtype": engine.dtype,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.rollout.max_in_flight,
-        "tensor_parallel_size": engine.tensor_parallel,
-        "enforce_eager": engine.enforce_eager,
-        "enable_prefix_caching": True,  # emptied by every publication's pause
-        "logprobs_mode": "processed_logprobs",
-        "seed": seed,
-        "stream_interval": STREAM_INTERVAL,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "weight_transfer_config": WeightTransferConfig(backend=weight_backend),
-        "worker_extension_cls": _WORKER_EXTENSION,
-    }
-    if kv_cache_gib is not None:
-        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    if device == "cuda":
-        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
-    return arguments
-
-
-def _has_tokenizer(model_path: str) -> bool:
-    """Whether there is text to speak of; a Hub name counts as having a tokenizer."""
-    folder = Path(model_path)
-    return not folder.is_dir() or any(folder.glob("tokenizer*"))
-
-
-def _load_tokenizer(model_path: str, config: Config) -> Any:
-    if not _has_tokenizer(model_path):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        model_path, trust_remote_code=config.model.trust_remote_code
-    )
 
 
 def _alive(process: psutil.Process) -> bool:

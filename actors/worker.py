@@ -1,7 +1,7 @@
 """One actor: an engine, its weights service, its reward worker and the rollout loop.
 
-    setup: engine ► weights service bound (announced) ► ready
-    run:   eval of version 0 ► rollout loop ► (run done) last version applied ► last eval
+setup: engine ► weights service bound (announced) ► ready
+run:   eval of version 0 ► rollout loop ► (run done) last version applied ► last eval
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from asyncrl.types import Prompt, Version
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
+STOP_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +175,19 @@ class ActorWorker:
         if self.config.eval.at_start:
             await self._evaluate()
         reply = await self.loop.run()
-        if reply.state == "done" and self.config.eval.at_end and self.config.eval.samples:
+        if reply.state == "stopping":
+            await self._serve_until_done()
+        elif self.config.eval.at_end and self.config.eval.samples:
             await self._wait_for(reply)
             await self._evaluate()
+
+    async def _serve_until_done(self) -> None:
+        """Keep taking weights while the learner ends its step and its last publication.
+
+        The launcher ends what takes too long.
+        """
+        while (await self.client.stats()).state != "done":
+            await asyncio.sleep(STOP_POLL_S)
 
     async def _wait_for(self, reply: wire.Leases) -> None:
         timeout = self.config.weights.timeout_s * 2

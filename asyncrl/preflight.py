@@ -186,7 +186,7 @@ def describe(p: Preflight) -> str:
                       "training"),
         ("in flight", f"up to {capacity} samples ({c.cluster.actors} actors x "
                       f"{c.rollout.max_in_flight})"),
-        ("weights", p.placement.weight_backend(c.weights.backend)),
+        ("weights", p.placement.weight_backend),
         ("files", str(p.run_path)),
         ("placement", "role         device  threads"),
         *(("", f"{role:<12} {device:<7} {threads}") for role, device, threads in _roles(p)),

@@ -1,10 +1,10 @@
 """The interfaces through which the roles meet. Replacing one part never touches another.
 
-    Engine            what an actor generates with            actors/vllm_engine.py
-    Reward            what scores a response                  actors/rewards/
-    WeightSubscriber  how an engine takes new weights         actors/weights.py
-    WeightPublisher   how the learner sends them              learner/publish.py
-    MetricSink        where records go                        asyncrl/metrics.py
+Engine            what an actor generates with            actors/vllm_engine.py
+Reward            what scores a response                  actors/rewards/
+WeightSubscriber  how an engine takes new weights         actors/weights.py
+WeightPublisher   how the learner sends them              learner/publish.py
+MetricSink        where records go                        asyncrl/metrics.py
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class GroupId(NamedTuple):
 
     source: str
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
     def sample(self, k: int) -> SampleId:
         """The id of the group's k-th sample."""
@@ -64,7 +64,7 @@ class SampleId(NamedTuple):
 
     source: str
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     sample: int
 
     @property

@@ -316,7 +316,7 @@ def check_frames(header: SampleHeader, frames: Sequence[Frame]) -> None:
 def pack_trajectory(trajectory: Trajectory) -> Envelope:
     """A trajectory's header and raw array frames (zero-copy where layout allows)."""
     frames = tuple(
-        memoryview(np.ascontiguousarray(getattr(trajectory, name), dtype=dtype)).cast("B")
+        memoryview(np.ascontiguousarray(getattr(trajectory, name), dtype=dtype).data).cast("B")
         for name, dtype in ARRAY_FIELDS
     )
     check_frames(trajectory.header, frames)
@@ -330,7 +330,7 @@ def unpack_trajectory(envelope: Envelope) -> Trajectory:
         name: np.frombuffer(frame, dtype=dtype)
         for (name, dtype), frame in zip(ARRAY_FIELDS, envelope.frames, strict=True)
     }
-    return Trajectory(header=envelope.header, **arrays)  # type: ignore[arg-type]
+    return Trajectory(header=envelope.header, **arrays)
 
 
 def part_frames(part: BatchPart, req: int = 0) -> list[Frame]:
@@ -354,6 +354,4 @@ def read_part(message: Part, arrays: Sequence[Frame]) -> BatchPart:
         frames = tuple(arrays[j * _N_ARRAYS : (j + 1) * _N_ARRAYS])
         check_frames(message.manifest[index], frames)
         envelopes.append(Envelope(message.manifest[index], frames))
-    return BatchPart(
-        message.batch, message.rank, message.manifest, message.mine, tuple(envelopes)
-    )
+    return BatchPart(message.batch, message.rank, message.manifest, message.mine, tuple(envelopes))

@@ -60,7 +60,7 @@ def group_advantages(rewards: Floats64, estimator: Estimator) -> Floats64:
         return np.zeros(n)
     centred: Floats64 = rewards - rewards.mean()
     if estimator == "grpo":
-        return centred / (rewards.std(ddof=1) + STD_EPS)
+        return centred / float(rewards.std(ddof=1) + STD_EPS)
     if estimator == "rloo":
         return centred * (n / (n - 1))
     return centred

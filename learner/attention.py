@@ -124,7 +124,7 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # One split, not slices: the backward of a slice fills a gradient of the whole pack.
     sizes = [s.tokens for s in layout.segments]
-    queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))
+    queries, keys, values = (torch.split(x, sizes, dim=2) for x in (query, key, value))
     out: list[Tensor] = []
     for s, q, k, v in zip(layout.segments, queries, keys, values, strict=True):
         if s.prefix_tokens:
@@ -158,8 +158,8 @@ def _split(
     scale: float,
 ) -> list[Tensor]:
     prompt = s.prefix_tokens + s.prompt_tokens
-    queries = q.split((s.prompt_tokens, *s.response_tokens), dim=2)
-    keys, values = (x.split((prompt, *s.response_tokens), dim=2) for x in (k, v))
+    queries = torch.split(q, [s.prompt_tokens, *s.response_tokens], dim=2)
+    keys, values = (torch.split(x, [prompt, *s.response_tokens], dim=2) for x in (k, v))
     out = [_tail(queries[0], keys[0], values[0], layout, window, scale)]
     for q_t, k_t, v_t in zip(queries[1:], keys[1:], values[1:], strict=True):
         k_all, v_all = torch.cat([keys[0], k_t], dim=2), torch.cat([values[0], v_t], dim=2)

@@ -76,8 +76,8 @@ def token_logprobs(
     logits [R, V] in any float type, temperature [R], row and target [N]; returns two [N] in
     float32. The softmax is in float32, in chunks of rows.
     """
-    logprobs, entropy = _TokenLogprobs.apply(logits, temperature, row, target)
-    return logprobs, entropy
+    out = _TokenLogprobs.apply(logits, temperature, row, target)  # type: ignore[no-untyped-call]
+    return out[0], out[1]
 
 
 class _TokenLogprobs(torch.autograd.Function):

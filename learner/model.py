@@ -117,7 +117,8 @@ def _ensure_group(world: int, device: torch.device) -> bool:
     if world != 1:
         raise AsyncRLError(f"{world} learner ranks need torch.distributed initialised first")
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return True
 
 

@@ -117,12 +117,12 @@ def plan_packs(
     sized.sort(key=lambda item: -item[0])  # stable: ties keep the order of the batch
     packs: list[Layout] = []
     room: list[int] = []
-    for tokens, members in sized:
+    for tokens, segment in sized:
         k = next((k for k, free in enumerate(room) if free >= tokens), len(packs))
         if k == len(packs):
             packs.append([])
             room.append(max_tokens)
-        packs[k].append(members)
+        packs[k].append(segment)
         room[k] -= tokens
     return packs
 

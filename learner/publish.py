@@ -62,8 +62,8 @@ class BroadcastPublisher:
         self._error: Exception | None = None
         self.last_timings: dict[str, float] = {}
         """Of the last publication that left: `sync/total_s` (snapshot cut to committed),
-        `sync/pause_s` (longest pause, seen from here), `sync/transfer_s`, `sync/bytes`; and
-        `sync/blocked_s` of the last `publish` call."""
+        `sync/pause_s` (the slowest actor's, from all engines at a token boundary on),
+        `sync/transfer_s`, `sync/bytes`; and `sync/blocked_s` of the last `publish` call."""
         if rank == 0:
             self._fleet = FleetClient(endpoints, workers_per_actor)
             self._snapshot = Snapshot(
@@ -148,7 +148,7 @@ class BroadcastPublisher:
             return
         self.last_timings |= {
             "sync/total_s": time.monotonic() - cut,
-            "sync/pause_s": sum(fleet.timings.values()),
+            "sync/pause_s": fleet.timings["receive"] + fleet.timings["commit"],
             "sync/transfer_s": fleet.timings["receive"],
             "sync/bytes": float(self._plan.nbytes),
         }

@@ -76,9 +76,9 @@ class LearnerWorker:
 
     def bind_store(self) -> int:
         """Rank 0: open the rendezvous of the ranks; the port it got."""
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             self.settings.host, 0, self.settings.world, is_master=True, wait_for_workers=False
         )
         return int(self._store.port)
@@ -87,6 +87,7 @@ class LearnerWorker:
         """Join the other ranks and load the model; collective."""
         import torch
         import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         from asyncrl.learner.step import Trainer
 
@@ -97,7 +98,7 @@ class LearnerWorker:
             torch.cuda.set_device(0)  # Ray shows each rank its own device
         torch.manual_seed(self.config.run.seed)
         if s.rank > 0:
-            self._store = dist.TCPStore(
+            self._store = TCPStore(
                 s.host, store_port, s.world, is_master=False,
                 timeout=datetime.timedelta(seconds=120),
             )  # fmt: skip
@@ -194,8 +195,8 @@ class LearnerWorker:
         if self.config.learner.save_final and self.step > 0:
             with self.shares.state("checkpoint"):
                 self.trainer.save_hf(os.path.join(self.settings.run_dir, "checkpoints", "final"))
-        if self.settings.rank == 0 and ended == "finished":
-            self.client.stop(f"{self.step} steps are done", final=self.version)
+        if self.settings.rank == 0:
+            self.client.stop(f"{ended} after {self.step} steps", final=self.version)
 
     def _report(self, result: StepResult, part: BatchPart, seconds: float) -> None:
         values = dict(result.metrics) if self.settings.rank == 0 else {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.schema import Config
+from asyncrl.metrics import STATES
 from asyncrl.wire import Stats
 
 
@@ -46,6 +47,7 @@ class Board:
     first_step_s: float | None = None
     training_began: float | None = None
     last_step_at: float = 0.0
+    first: dict[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -58,6 +60,8 @@ class Board:
                 entry.total += event["total"]
             if event is not None and event["event"] == "publication":
                 self.version = record["version"]
+            if record["metrics"]:
+                self.first.setdefault((record["role"], record["rank"]), record["metrics"])
             if record["role"] == "actor" and record["metrics"]:
                 self.actors[record["rank"]] = record["metrics"]
             if record["role"] == "learner" and record["rank"] == 0 and record["metrics"]:
@@ -99,14 +103,14 @@ class Board:
         return sum(values) / len(values) if values else None
 
     def busy_shares(self) -> dict[str, float]:
-        """Share of training time in which each side did its own work, from its time/*_s."""
-        def busy(metrics: Mapping[str, float], own: tuple[str, ...]) -> float:
-            whole = sum(v for k, v in metrics.items() if k in _TIMES)
-            return sum(metrics.get(f"time/{s}_s", 0.0) for s in own) / whole if whole else 0.0
-
-        actors = [busy(a, ("generate", "reward")) for a in list(self.actors.values())]
+        """Share of its own work in each side's time between its first and its last record."""
+        actors = [
+            _busy(self.first[("actor", rank)], last, ("generate", "reward"))
+            for rank, last in list(self.actors.items())
+        ]
+        first = self.first.get(("learner", 0), {})
         return {
-            "learner": busy(self.learner, ("train",)),
+            "learner": _busy(first, self.learner, ("train",)),
             "actors": sum(actors) / len(actors) if actors else 0.0,
         }
 
@@ -114,7 +118,7 @@ class Board:
         """Nothing to end."""
 
 
-_TIMES = frozenset(
-    f"time/{s}_s"
-    for s in ("sync", "train", "generate", "reward", "put_wait", "get_wait", "idle", "checkpoint")
-)
+def _busy(first: Mapping[str, float], last: Mapping[str, float], own: tuple[str, ...]) -> float:
+    spent = {s: last.get(f"time/{s}_s", 0.0) - first.get(f"time/{s}_s", 0.0) for s in STATES}
+    whole = sum(spent.values())
+    return sum(spent[s] for s in own) / whole if whole > 0 else 0.0

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -18,20 +18,22 @@ from asyncrl.errors import ConfigError
 class Placement:
     """Where each role runs and with what.
 
-    >>> Placement("cpu", actor_threads=1, learner_threads=1, gpus=0).weight_backend("auto")
-    'gloo'
+    >>> Placement("cpu", "gloo", actor_threads=1, learner_threads=1).gpus(6, 2)
+    0
     """
 
-    device: str
-    """cpu or cuda."""
+    device: Literal["cpu", "cuda"]
+    weight_backend: Literal["gloo", "nccl"]
     actor_threads: int
     learner_threads: int
-    gpus: int
-    """GPUs that the run needs."""
+    actor_gpus: int = 0
+    """GPUs of each actor."""
+    learner_gpus: int = 0
+    """GPUs of each learner rank."""
 
-    def weight_backend(self, wanted: str) -> str:
-        """nccl or gloo, `auto` resolved."""
-        return wanted if wanted != "auto" else ("nccl" if self.device == "cuda" else "gloo")
+    def gpus(self, actors: int, learners: int) -> int:
+        """GPUs that the run needs."""
+        return actors * self.actor_gpus + learners * self.learner_gpus
 
 
 def gpus_here() -> int:
@@ -61,11 +63,15 @@ def place(config: Config) -> Placement:
         )
     cores = len(os.sched_getaffinity(0))
     share = max(1, cores // (c.actors + c.learners))
+    backend = config.weights.backend
+    cuda = device == "cuda"
     return Placement(
         device=device,
+        weight_backend=("nccl" if cuda else "gloo") if backend == "auto" else backend,
         actor_threads=config.engine.threads or share,
         learner_threads=config.learner.threads or share,
-        gpus=c.actors * config.engine.tensor_parallel + c.learners if device == "cuda" else 0,
+        actor_gpus=config.engine.tensor_parallel if cuda else 0,
+        learner_gpus=1 if cuda else 0,
     )
 
 
@@ -79,7 +85,7 @@ class Cluster:
         import ray
 
         self._ray = ray
-        self._placement = placement
+        self._gpus = placement.gpus(config.cluster.actors, config.cluster.learners)
         self._actors: list[Any] = []
         self._folder: str | None = None
         common: dict[str, Any] = {
@@ -100,16 +106,16 @@ class Cluster:
             self._folder = tempfile.mkdtemp(prefix="asyncrl-ray-")
             roles = config.cluster.actors + config.cluster.learners + 1
             ray.init(
-                address="local", namespace=run_id, num_cpus=roles, num_gpus=placement.gpus,
+                address="local", namespace=run_id, num_cpus=roles, num_gpus=self._gpus,
                 object_store_memory=80 << 20, _temp_dir=self._folder, **common,
             )  # fmt: skip
         self._check_gpus()
 
     def _check_gpus(self) -> None:
         have = int(self._ray.cluster_resources().get("GPU", 0))
-        if self._placement.gpus > have:
+        if self._gpus > have:
             raise ConfigError(
-                f"cluster: the run needs {self._placement.gpus} GPUs (actors x tensor_parallel + "
+                f"cluster: the run needs {self._gpus} GPUs (actors x tensor_parallel + "
                 f"learners), Ray has {have}: lower cluster.actors or cluster.learners"
             )
 

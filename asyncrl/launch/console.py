@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -56,10 +56,11 @@ def share(value: float | None) -> str:
 class ConsoleView:
     """Shows a Board until `close`."""
 
-    def __init__(self, board: Board, *, title: str, mode: str) -> None:
+    def __init__(self, board: Board, *, title: str, mode: str, file: TextIO) -> None:
         self.board = board
         self.title = title
-        self.console = Console(stderr=False, highlight=False)
+        self.file = file
+        self.console = Console(file=file, highlight=False)
         if mode == "auto":
             mode = "live" if self.console.is_terminal else "plain"
         self.mode = mode
@@ -67,7 +68,11 @@ class ConsoleView:
         self._live: Live | None = None
         if mode == "live":
             self._live = Live(
-                self._panel(), console=self.console, refresh_per_second=4, redirect_stderr=False
+                self._panel(),
+                console=self.console,
+                refresh_per_second=4,
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             self._live.start()
 
@@ -75,7 +80,7 @@ class ConsoleView:
         """A line that stays, above the panel."""
         if self.mode != "off":
             self.console.print(Text(text), soft_wrap=True)
-            sys.stdout.flush()
+            self.file.flush()
 
     def refresh(self) -> None:
         """Show the board as it is now."""

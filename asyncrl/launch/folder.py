@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+
+_SPEAKS = re.compile(r"(Error|Exception|Fatal|Killed|out of memory|Segmentation)", re.IGNORECASE)
 
 
 class RunFolder:
@@ -37,7 +40,8 @@ class RunFolder:
                 f.write(config_text)
         except FileExistsError:
             raise ConfigError(
-                f"run.name={self.name}: {self.path} exists already; choose another name or remove it"
+                f"run.name={self.name}: {self.path} exists already; "
+                "choose another name or remove it"
             ) from None
         except OSError as e:
             raise ConfigError(
@@ -58,8 +62,8 @@ class RunFolder:
         os.replace(temporary, self.summary)
 
 
-def last_words(path: str, lines: int = 12) -> str:
-    """The last non-empty lines of a log, for the message about a role that died."""
+def last_words(path: str) -> str:
+    """The last line of a log that speaks of an error, in one line; "" if there is none."""
     try:
         with open(path, "rb") as f:
             f.seek(0, os.SEEK_END)
@@ -67,5 +71,5 @@ def last_words(path: str, lines: int = 12) -> str:
             text = f.read().decode(errors="replace")
     except OSError:
         return ""
-    kept = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(kept[-lines:])
+    told = [line.strip() for line in text.splitlines() if _SPEAKS.search(line)]
+    return told[-1][:300] if told else ""

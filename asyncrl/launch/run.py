@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import signal
 import statistics
+import sys
 import threading
 import time
 import uuid
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from asyncrl import wire
 from asyncrl.buffer.client import BufferClient
@@ -45,9 +46,14 @@ class Interrupt:
     def __init__(self) -> None:
         self.count = 0
         self._old: dict[int, Any] = {}
+        self.install()
+
+    def install(self) -> None:
+        """Take the signals; once more after Ray has started, which takes SIGTERM for itself."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._handle)
+                old = signal.signal(number, self._handle)
+                self._old.setdefault(number, old)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
@@ -77,10 +83,14 @@ def launch(config: Config, *, config_text: str, preset: str, model_path: str) ->
     os.environ[MARK] = run_id
     guard, interrupt = Guard(run_id), Interrupt()
     run: Run | None = None
-    # Ray writes its own remarks to stderr; they belong to a log, not between our lines.
-    with open(folder.log_of("launcher"), "a", encoding="utf-8") as log, redirect_stderr(log):
+    view_file = sys.stdout
+    # Ray writes its own remarks to both streams; they belong to a log, not between our lines.
+    with (
+        open(folder.log_of("launcher"), "a", encoding="utf-8") as log,
+        redirect_stdout(log), redirect_stderr(log),
+    ):  # fmt: skip
         try:
-            run = Run(config, folder, placement, run_id, model_path, interrupt)
+            run = Run(config, folder, placement, run_id, model_path, interrupt, view_file)
             return run.go()
         finally:
             if run is not None:
@@ -96,7 +106,7 @@ class Run:
 
     def __init__(
         self, config: Config, folder: RunFolder, placement: Placement, run_id: str,
-        model_path: str, interrupt: Interrupt,
+        model_path: str, interrupt: Interrupt, view_file: TextIO,
     ) -> None:  # fmt: skip
         self.config, self.folder, self.placement = config, folder, placement
         self.run_id, self.model_path, self.interrupt = run_id, model_path, interrupt
@@ -107,7 +117,9 @@ class Run:
 
             sinks.append(WandbSink(config, folder))
         self.hub = Hub(sinks, run_id=run_id)
-        self.view = ConsoleView(self.board, title=f"asyncrl · {folder.name}", mode=config.log.console)
+        self.view = ConsoleView(
+            self.board, title=f"asyncrl · {folder.name}", mode=config.log.console, file=view_file
+        )
         self.cluster: Cluster | None = None
         self.client: BufferClient | None = None
         self.names: dict[Any, str] = {}
@@ -138,25 +150,30 @@ class Run:
         c, p, log_of = self.config, self.placement, self.folder.log_of
         self.phase("starting Ray")
         self.cluster = cluster = Cluster(c, p, self.run_id)
+        self.interrupt.install()
         self.phase("starting the buffer")
-        buffer = cluster.start(
-            BufferHost, c, log_of("buffer-0"), self.run_id, self.hub.endpoint
-        )
+        buffer = cluster.start(BufferHost, c, log_of("buffer-0"), self.run_id, self.hub.endpoint)
         endpoint = self.wait_one(buffer.start.remote(), "buffer-0", 60.0)
         self.names[buffer.run.remote()] = "buffer-0"
         self.client = BufferClient(endpoint, self.run_id, "launcher", 0)
         self.client.hello()
         learners = [
-            cluster.start(LearnerHost, c, log_of(f"learner-{r}"), self.learner_settings(r, endpoint),
-                          gpus=1 if p.device == "cuda" else 0)
+            cluster.start(
+                LearnerHost, c, log_of(f"learner-{r}"), self.learner_settings(r, endpoint),
+                gpus=p.learner_gpus,
+            )
             for r in range(c.cluster.learners)
         ]  # fmt: skip
         actors = [
-            cluster.start(ActorHost, c, log_of(f"actor-{r}"), self.actor_settings(r, endpoint),
-                          gpus=c.engine.tensor_parallel if p.device == "cuda" else 0)
+            cluster.start(
+                ActorHost, c, log_of(f"actor-{r}"), self.actor_settings(r, endpoint),
+                gpus=p.actor_gpus,
+            )
             for r in range(c.cluster.actors)
         ]  # fmt: skip
-        self.phase(f"starting {c.cluster.actors} engine(s) and {c.cluster.learners} learner rank(s)")
+        self.phase(
+            f"starting {c.cluster.actors} engine(s) and {c.cluster.learners} learner rank(s)"
+        )
         port = self.wait_one(learners[0].bind_store.remote(), "learner-0", 120.0)
         waiting = {h.setup.remote(port): (f"learner-{r}", h) for r, h in enumerate(learners)}
         waiting |= {h.setup.remote(): (f"actor-{r}", h) for r, h in enumerate(actors)}
@@ -169,7 +186,7 @@ class Run:
         return ActorSettings(
             rank=rank, model_path=self.model_path, device=self.placement.device,
             threads=self.placement.actor_threads,
-            weight_backend=self.placement.weight_backend(self.config.weights.backend),
+            weight_backend=self.placement.weight_backend,
             run_id=self.run_id, buffer_endpoint=endpoint, hub_endpoint=self.hub.endpoint,
             log_dir=self.folder.logs,
         )  # fmt: skip
@@ -181,7 +198,7 @@ class Run:
         return LearnerSettings(
             rank=rank, world=self.config.cluster.learners, model_path=self.model_path,
             device=self.placement.device, threads=self.placement.learner_threads,
-            weight_backend=self.placement.weight_backend(self.config.weights.backend),
+            weight_backend=self.placement.weight_backend,
             run_id=self.run_id, buffer_endpoint=endpoint, hub_endpoint=self.hub.endpoint,
             log_dir=self.folder.logs, run_dir=self.folder.path,
         )  # fmt: skip
@@ -214,8 +231,9 @@ class Run:
                 announced = self.result(ref, name)
                 if name.startswith("actor"):
                     ready.append((name, handle, announced))
-            names = ", ".join(n for n, _ in waiting.values())
-            self.phase(f"{total - len(waiting)} of {total} roles ready; waiting for {names}")
+            if waiting:
+                names = ", ".join(n for n, _ in waiting.values())
+                self.phase(f"{total - len(waiting)} of {total} roles ready; waiting for {names}")
             if self.interrupt.count:
                 return []
             if waiting and time.monotonic() > deadline:
@@ -305,11 +323,8 @@ class Run:
             ) from None
         except ray.exceptions.RayActorError:
             log = self.folder.log_of(name)
-            words = last_words(log)
-            raise RoleDiedError(
-                f"{name} died; its log {log} ends with:\n{words}" if words
-                else f"{name} died without a word; its log is {log}"
-            ) from None  # fmt: skip
+            words = last_words(log) or "its log says nothing of why: killed, or out of memory?"
+            raise RoleDiedError(f"{name} died: {words} (log: {log})") from None
 
     # --- end -----------------------------------------------------------------------------
 
@@ -327,7 +342,9 @@ class Run:
         self.folder.write_summary(summary_of(self.board, stats, self.ended, self.run_id))
         board = self.board
         for version, entry in sorted(board.evals.items()):
-            self.view.say(f"eval of version {version}: {entry.score:.3f} on {entry.prompts} held out")
+            self.view.say(
+                f"eval of version {version}: {entry.score:.3f} on {entry.prompts} held out"
+            )
         if board.rewards:
             self.view.say(
                 f"{self.ended}: {board.step} steps, version {board.version}, "
@@ -360,10 +377,9 @@ class Run:
         ))  # fmt: skip
 
 
-def summary_of(
-    board: Board, stats: wire.Stats | None, ended: str, run_id: str
-) -> dict[str, Any]:
+def summary_of(board: Board, stats: wire.Stats | None, ended: str, run_id: str) -> dict[str, Any]:
     """The content of summary.json (DESIGN section 11)."""
+
     def median(values: list[float]) -> float | None:
         return statistics.median(values) if values else None
 

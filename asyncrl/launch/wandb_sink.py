@@ -19,13 +19,16 @@ class WandbSink:
             import wandb
         except ImportError:
             raise MissingExtraError(
-                f"log.wandb={config.log.wandb}: wandb is not installed; pip install 'asyncrl[wandb]'"
+                f"log.wandb={config.log.wandb}: wandb is not installed; "
+                "pip install 'asyncrl[wandb]'"
             ) from None
         os.environ.setdefault("WANDB_SILENT", "true")
         self._run = wandb.init(
             project=config.log.wandb_project, name=folder.name, dir=folder.path,
-            mode=config.log.wandb, config=config.model_dump(),
+            mode="online" if config.log.wandb == "online" else "offline",
+            config=config.model_dump(),
         )  # fmt: skip
+        self._teardown = wandb.teardown
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -39,5 +42,6 @@ class WandbSink:
         self._run.log({prefix + k: v for k, v in metrics.items()} | axes)
 
     def close(self) -> None:
-        """Finish the wandb run."""
+        """Finish the wandb run and end its service process."""
         self._run.finish()
+        self._teardown()

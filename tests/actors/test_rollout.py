@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 
+import numpy as np
 import pytest
 
 from asyncrl.actors.rollout import RolloutLoop, build_trajectory
@@ -13,7 +14,8 @@ from asyncrl.config.schema import Config, LearnerConfig, RolloutConfig
 from asyncrl.errors import EngineError, RewardError
 from asyncrl.idlog import IdLog
 from asyncrl.metrics import TimeShares
-from asyncrl.types import BatchPart, GroupId, Prompt, SampleId, Version
+from asyncrl.protocols import Generation
+from asyncrl.types import BatchPart, FinishReason, GroupId, Prompt, SampleId, Version
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.runs import read_ids
 
@@ -181,13 +183,19 @@ def test_a_dead_engine_ends_the_loop(tmp_path):
     run(scenario)
 
 
-def test_a_generation_without_tokens_is_refused(tmp_path):
-    async def scenario():
-        engine = FakeEngine(length=0)
-        with pytest.raises((EngineError, IndexError)):
-            from asyncrl.protocols import GenerationRequest
+def test_a_generation_without_tokens_or_stamps_is_refused():
+    def trajectory(generation):
+        return build_trajectory(SampleId("t", 0, 0, 0), 1, "actor-0", (1,), generation, 0.0, 1.0)
 
-            generation = await engine.generate(GenerationRequest("r", (1,), 4, 1.0))
-            build_trajectory(SampleId("t", 0, 0, 0), 1, "actor-0", (1,), generation, 0.0, 1.0)
-
-    run(scenario)
+    none = np.zeros(0, np.int32)
+    with pytest.raises(EngineError, match="no token"):
+        trajectory(
+            Generation(none, none.astype(np.float32), none, none, Version(0, 0), Version(0, 0),
+                       FinishReason.STOP, "")
+        )  # fmt: skip
+    one = np.zeros(1, np.int32)
+    with pytest.raises(EngineError, match="without a version"):
+        trajectory(
+            Generation(one, one.astype(np.float32), one - 1, one - 1, Version(0, 0), Version(0, 0),
+                       FinishReason.STOP, "")
+        )  # fmt: skip

@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import psutil
 import torch
 import uvloop
 
@@ -105,10 +106,19 @@ class EngineHost:
     Use as a context manager; `run(coroutine)` waits for a result with a deadline.
     """
 
-    def __init__(self, config: Config, model_path: str, *, update_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        *,
+        update_timeout_s: float = 30.0,
+        device: Literal["cpu", "cuda"] = "cpu",
+        weight_backend: Literal["gloo", "nccl"] = "gloo",
+    ) -> None:
         self._config = config
         self._model_path = model_path
         self._update_timeout_s = update_timeout_s
+        self._device, self._weight_backend = device, weight_backend
         self.applied: list[Version] = []
 
     def __enter__(self) -> EngineHost:
@@ -124,8 +134,10 @@ class EngineHost:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        processes = [psutil.Process(p) for p in self.engine.pids()]
         self.run(self._stop(), 60)
         self._stop_loop()
+        assert not psutil.wait_procs(processes, timeout=0)[1], "shutdown left processes"
         del self.engine, self.weights, self.service
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vLLM leaves a zmq context open
@@ -144,15 +156,15 @@ class EngineHost:
         self.engine = await VllmEngine.start(
             self._config,
             self._model_path,
-            device="cpu",
+            device=self._device,
             threads=1,
             seed=0,
-            weight_backend="gloo",
+            weight_backend=self._weight_backend,
         )
         self.weights = EngineWeights(
             self.engine,
             timeout_s=self._update_timeout_s,
-            staged=True,
+            staged=self._weight_backend == "gloo",
             on_applied=self.applied.append,
         )
         self.service = WeightService(self.weights)

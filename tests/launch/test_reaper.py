@@ -25,7 +25,7 @@ def start(code, run_id):
     return process
 
 
-@pytest.fixture()
+@pytest.fixture
 def run_id():
     name = f"test-{uuid.uuid4().hex}"
     yield name

@@ -196,7 +196,9 @@ def test_optimizer_decays_matrices_only_and_clips() -> None:
         p.grad = torch.full_like(p, 2.0)
     applied = apply_gradient(sgd, lr=1.0, grad_clip=0.5)
     assert applied.grad_norm == pytest.approx(2 * math.sqrt(8))
-    moved = torch.cat([(b - p.detach()).ravel() for b, p in zip(before, model.parameters(), strict=True)])
+    moved = torch.cat(
+        [(b - p.detach()).ravel() for b, p in zip(before, model.parameters(), strict=True)]
+    )
     assert moved.norm().item() == pytest.approx(0.5)
     assert all(p.grad is None for p in model.parameters())
 

@@ -1,0 +1,114 @@
+"""How asyncrl sets vLLM up: environment, engine arguments, sampling parameters, tokenizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import EngineError
+from asyncrl.protocols import GenerationRequest
+
+STREAM_INTERVAL = 8
+"""Tokens between two outputs of a request: progress, without an event per token."""
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this without a word, and the learner's would differ."""
+
+HOST_PID_ENV = "ASYNCRL_ENGINE_HOST_PID"
+"""Pid of the process that started the engine; the engine's processes end when it does."""
+
+_WORKER_EXTENSION = "asyncrl.actors.gloo_transfer.WorkerExtension"
+
+
+def prepare_environment(*, device: str, threads: int, eager: bool) -> None:
+    """Set what vLLM reads from the environment. Call before vllm is first imported."""
+    env = os.environ
+    env[HOST_PID_ENV] = str(os.getpid())
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if device == "cpu":
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        env["OMP_NUM_THREADS"] = str(threads)
+        if eager:
+            # Else the first request pays 11-14 s for a compiled sampler helper.
+            env["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def engine_arguments(
+    config: Config, model_path: str, device: str, seed: int, weight_backend: str
+) -> dict[str, Any]:
+    """AsyncEngineArgs of a run."""
+    from vllm.config import WeightTransferConfig
+
+    engine = config.engine
+    kv_cache_gib = engine.kv_cache_gib or (1.0 if device == "cpu" else None)
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "skip_tokenizer_init": not _has_tokenizer(model_path),
+        "dtype": engine.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.rollout.max_in_flight,
+        "tensor_parallel_size": engine.tensor_parallel,
+        "enforce_eager": engine.enforce_eager,
+        "enable_prefix_caching": True,  # emptied by every publication's pause
+        "logprobs_mode": "processed_logprobs",
+        "seed": seed,
+        "stream_interval": STREAM_INTERVAL,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "weight_transfer_config": WeightTransferConfig(backend=weight_backend),
+        "worker_extension_cls": _WORKER_EXTENSION,
+    }
+    if kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    if device == "cuda":
+        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    return arguments
+
+
+def sampling_params(request: GenerationRequest) -> Any:
+    """SamplingParams of one response, streamed in steps, text left to the caller.
+
+    Raises:
+        EngineError: a temperature that vLLM would silently change.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if 0 < request.temperature < MIN_TEMPERATURE:
+        raise EngineError(
+            f"temperature {request.temperature} is below {MIN_TEMPERATURE}, where vLLM would "
+            f"use {MIN_TEMPERATURE}: raise it, or use 0 for greedy"
+        )
+    return SamplingParams(
+        n=1,
+        temperature=request.temperature,
+        max_tokens=request.max_new_tokens,
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _has_tokenizer(model_path: str) -> bool:
+    """Whether there is text to speak of; a Hub name counts as having a tokenizer."""
+    folder = Path(model_path)
+    return not folder.is_dir() or any(folder.glob("tokenizer*"))
+
+
+def load_tokenizer(model_path: str, config: Config) -> Any:
+    """The model's tokenizer; None for a folder without one."""
+    if not _has_tokenizer(model_path):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        model_path, trust_remote_code=config.model.trust_remote_code
+    )
