@@ -94,7 +94,7 @@ class Policy:
             tokenizer.save_pretrained(folder)
 
     def reshard(self) -> None:
-        """Drop gathered copies of parameters, which a step has made old."""
+        """Put the float32 shards back in the place of gathered copies, as a backward pass does."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

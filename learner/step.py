@@ -190,7 +190,7 @@ class Trainer:
                 self._accumulate(work.trained, progress)
                 applied = apply_gradient(self.optimizer, lr, learner.optim.grad_clip)
                 progress.applied.append(applied)
-        self.policy.reshard()  # also drops what the passes without gradient gathered
+        self.policy.reshard()  # a pass without gradient leaves gathered copies in its place
         return progress
 
     @torch.no_grad()
