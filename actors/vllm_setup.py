@@ -66,7 +66,11 @@ def engine_arguments(
     }
     if kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    if device == "cuda":
+    if device == "cpu":
+        # The prefix cache holds whole blocks only: with vLLM's 128 tokens a group's samples
+        # would each compute their (short) common prompt. 32 is the least its kernels take.
+        arguments["block_size"] = 32
+    else:
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     return arguments
 

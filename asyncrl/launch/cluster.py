@@ -82,6 +82,7 @@ class Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         os.environ["RAY_DEDUP_LOGS"] = "0"
+        os.environ["RAY_worker_niceness"] = "0"  # Ray would run every role at nice 15
         import ray
 
         self._ray = ray
