@@ -38,6 +38,9 @@ def prepare_environment(*, device: str, threads: int, eager: bool) -> None:
             env["TORCHDYNAMO_DISABLE"] = "1"
 
 
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
 def engine_arguments(
     config: Config, model_path: str, device: str, seed: int, weight_backend: str
 ) -> dict[str, Any]:
@@ -70,6 +73,10 @@ def engine_arguments(
         # The prefix cache holds whole blocks only: with vLLM's 128 tokens a group's samples
         # would each compute their (short) common prompt. 32 is the least its kernels take.
         arguments["block_size"] = 32
+        if engine.tensor_parallel == 1:
+            # The worker inside the engine's process. vLLM's own choice on CPU puts it in another
+            # one, and the two then spin for each other's messages on cores that training needs.
+            arguments["distributed_executor_backend"] = _IN_PROCESS
     else:
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     return arguments

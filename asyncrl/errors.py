@@ -44,6 +44,10 @@ class LedgerError(AsyncRLError, RuntimeError):
     """A caller asked the ledger for something its state forbids."""
 
 
+class ConservationError(LedgerError):
+    """The ledger's counts disagree: a bug. Ends the buffer's server."""
+
+
 class StalenessError(AsyncRLError, RuntimeError):
     """A sample over `buffer.max_staleness` reached the learner with `buffer.on_stale: raise`."""
 

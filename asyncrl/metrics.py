@@ -170,6 +170,7 @@ class Hub:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self.malformed = 0
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="metrics-hub", daemon=True)
         self._thread.start()
@@ -192,22 +193,28 @@ class Hub:
                 self.malformed += 1
 
     def write(self, record: wire.Record) -> None:
-        """Hand a record to every sink; a sink that fails is reported and dropped."""
+        """Hand a record to every sink, from any thread; one that fails is reported and dropped."""
         line = msgspec.to_builtins(record)
         for extra in ("type", "schema", "req"):
             line.pop(extra, None)
-        line |= {"run_id": self._run_id, "wall_s": round(self._clock() - self._started, 3)}
-        for sink in list(self._sinks):
-            try:
-                sink.write(line)
-            except Exception:
-                log.exception("metric sink %s failed and is off from now on", type(sink).__name__)
-                self._sinks.remove(sink)
+        with self._lock:
+            line |= {"run_id": self._run_id, "wall_s": round(self._clock() - self._started, 3)}
+            for sink in list(self._sinks):
+                try:
+                    sink.write(line)
+                except Exception:
+                    name = type(sink).__name__
+                    log.exception("metric sink %s failed and is off from now on", name)
+                    self._sinks.remove(sink)
+
+    def drain(self) -> None:
+        """Take what is still queued, and listen no more."""
+        self._closing.set()
+        self._thread.join(timeout=10)
 
     def close(self) -> None:
         """Take what is still queued, then close every sink."""
-        self._closing.set()
-        self._thread.join(timeout=10)
+        self.drain()
         for sink in self._sinks:
             sink.close()
         self._socket.close(linger=0)

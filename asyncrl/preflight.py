@@ -6,6 +6,8 @@ config ─► devices ─► sense on that device ─► data, reward, folder �
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from asyncrl import models
 from asyncrl.config.check import check
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError, ModelError, UserError
+from asyncrl.errors import ConfigError, MissingExtraError, ModelError, UserError
 from asyncrl.model_store.folder import context_length, has_chat_template, read_config
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 T = TypeVar("T")
+
+PROMPTS_LOOKED_AT = 64
+"""Prompts whose length is checked against `rollout.max_prompt_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +82,13 @@ def preflight(
     prompts = attempt(lambda: _prompts(config))
     reward = attempt(lambda: _reward(config))
     path = attempt(lambda: run_path(config, name))
-    if prompts is None or reward is None or path is None:
+    attempt(lambda: _sinks(config))
+    if problems or prompts is None or reward is None or path is None:
         raise _merge(problems)
     model_path = models.resolve(config.model.name, say)
     context = context_length(model_path)
     _fits(config, model_path, context)
+    _some_prompt_fits(config, model_path)
     return Preflight(
         config, placement, model_path, str(read_config(model_path).get("model_type", "unknown")),
         context, reward, *prompts, path,
@@ -97,6 +104,43 @@ def _prompts(config: Config) -> tuple[int, int]:
 
     source = make_source(config)
     return source.trainable(), config.eval.samples
+
+
+def _sinks(config: Config) -> None:
+    if config.log.wandb != "off" and importlib.util.find_spec("wandb") is None:
+        raise MissingExtraError(
+            f"log.wandb={config.log.wandb}: wandb is not installed; pip install 'asyncrl[wandb]'"
+        )
+
+
+def _some_prompt_fits(config: Config, model_path: Path) -> None:
+    """Refuse a limit that no prompt can meet: such a run would fail prompts without end.
+
+    Counts the text alone, without the chat template, of the first prompts: a lower bound.
+    """
+    from tokenizers import Tokenizer
+
+    from asyncrl.tasks import make_prompts
+
+    file = model_path / "tokenizer.json"
+    if not file.exists():
+        return
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as e:  # the library raises nothing narrower
+        raise ModelError(f"model.name={config.model.name}: {file} cannot be read: {e}") from e
+    limit = config.rollout.max_prompt_tokens
+    texts = [
+        prompt.text or " ".join(m["content"] for m in prompt.messages or ())
+        for _, prompt in itertools.islice(make_prompts(config), PROMPTS_LOOKED_AT)
+    ]
+    lengths = [len(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    if min(lengths) > limit:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens={limit} is smaller than each of the first {len(lengths)} "
+            f"prompts ({min(lengths)} to {max(lengths)} tokens), so a batch can never fill: "
+            f"raise it to {max(lengths)} and room for the chat template"
+        )
 
 
 def _reward(config: Config) -> str:

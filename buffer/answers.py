@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from asyncrl import wire
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.parked import Parked, Waiting
-from asyncrl.buffer.refuse import ConservationError, refusal
-from asyncrl.errors import AsyncRLError, LedgerError, WireError
+from asyncrl.buffer.refuse import refusal
+from asyncrl.errors import AsyncRLError, ConservationError, LedgerError, WireError
 from asyncrl.types import Envelope, Version
 
 MAX_WAIT_S = 600.0
@@ -23,8 +22,7 @@ Reply = list[wire.Frame] | None
 """The multipart of a reply, or None when the request is parked."""
 
 
-@dataclass(slots=True)
-class Client:
+class Client(NamedTuple):
     """Who said hello."""
 
     name: str
@@ -95,46 +93,40 @@ class Answers:
         except ConservationError as e:
             self._send(identity, refusal(message.req, e, what))
             raise
-        except AsyncRLError as e:
-            logger.warning("refused %s from %r: %s", what, identity, e)
-            self._send(identity, refusal(message.req, e, what))
         except Exception as e:
-            logger.exception("failed on %s from %r", what, identity)
+            bug = not isinstance(e, AsyncRLError)
+            logger.warning("refused %s from %r: %s", what, identity, e, exc_info=bug)
             self._send(identity, refusal(message.req, e, what))
         return True
 
     def _reply(self, identity: bytes, message: wire.Message, arrays: Sequence[wire.Frame]) -> Reply:
-        reply: Reply
         match message:
             case wire.Hello():
-                reply = self._hello(identity, message)
+                return self._hello(identity, message)
             case _ if identity not in self._clients:
                 raise WireError(f"{type(message).__name__} before Hello: say hello first")
             case wire.Push():
-                reply = self._push(identity, message, arrays)
+                return self._push(identity, message, arrays)
             case wire.LeaseRequest():
-                reply = self._lease_request(identity, message)
+                return self._lease_request(identity, message)
             case wire.Pull():
-                reply = self._pull(identity, message)
+                return self._pull(identity, message)
+            case wire.Fail():
+                return self._fail(identity, message)
+            case wire.Commit():
+                return self._commit(message)
+            case wire.StatsRequest():
+                return self._stats(message)
             case wire.Progress():
                 self._check_name(identity, message.actor)
                 self._ledger.progress(message.actor, message.tokens, self._clock())
-                reply = _ok(message)
-            case wire.Fail():
-                reply = self._fail(identity, message)
-            case wire.Commit():
-                reply = self._commit(message)
             case wire.Published():
                 self._ledger.published(message.version)
-                reply = _ok(message)
             case wire.Stop():
                 self.stop(message.reason, message.final)
-                reply = _ok(message)
-            case wire.StatsRequest():
-                reply = self._stats(message)
             case _:
                 raise WireError(f"{type(message).__name__} is not a request to the buffer")
-        return reply
+        return _ok(message)
 
     def check_conservation(self) -> None:
         """Raise ConservationError with the counts if the law does not hold."""
@@ -211,8 +203,7 @@ class Answers:
             raise _replaced(message.actor)
         now = self._clock()
         waiting = Waiting(identity, message, now + _wait(message.wait_s))
-        older = self._lease_requests.take(message.actor)
-        if older is not None:
+        if (older := self._lease_requests.take(message.actor)) is not None:
             self._send(older.identity, wire.encode(wire.Leases(req=older.message.req)))
         if not self._try_lease(waiting, now):
             self._lease_requests.add(message.actor, waiting)
@@ -240,11 +231,9 @@ class Answers:
         now = self._clock()
         waiting = Waiting(identity, message, now + _wait(message.wait_s))
         key = (identity, message.batch)
-        older = self._pulls.take(key)
-        if older is not None:
+        if (older := self._pulls.take(key)) is not None:
             text = "superseded by a newer pull of the same batch"
-            reply = wire.NotYet(req=older.message.req, waiting_for=text)
-            self._send(identity, wire.encode(reply))
+            self._send(identity, wire.encode(wire.NotYet(req=older.message.req, waiting_for=text)))
         if not self._try_pull(waiting, now):
             self._pulls.add(key, waiting)
         return None
@@ -260,6 +249,8 @@ class Answers:
         elif self._ledger.exhausted:
             reason = self._ledger.exhausted_reason()
             frames = wire.encode(wire.Stopped(req=message.req, reason=reason))
+        elif why := self._ledger.hopeless():
+            raise LedgerError(why)
         elif now >= waiting.until_s:
             text = self._ledger.waiting_for(message.batch, now)
             frames = wire.encode(wire.NotYet(req=message.req, waiting_for=text))
@@ -273,13 +264,9 @@ class Answers:
         self._ledger.commit(message.batch, message.dropped)
         self.check_conservation()
         if self._emit is not None and self._ledger.committed > before:
-            version = self._ledger.version
-            self._emit(
-                self._ledger.metrics(self._clock()),
-                step=message.batch,
-                version=version.version,
-                incarnation=version.incarnation,
-            )
+            metrics = self._ledger.metrics(self._clock())
+            incarnation, version = self._ledger.version
+            self._emit(metrics, step=message.batch, version=version, incarnation=incarnation)
         return _ok(message)
 
     # --- facts -----------------------------------------------------------------------------------

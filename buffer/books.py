@@ -1,4 +1,4 @@
-"""The ledger's state and the elementary changes to it; the rules are in ledger.py."""
+"""The ledger's state and the elementary changes to it; the rules: leasing, intake, batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.buffer.dispatch import (
 )
 from asyncrl.buffer.order import Order
 from asyncrl.errors import LedgerError
-from asyncrl.types import GroupId, Prompt, Version
+from asyncrl.types import FailureKind, GroupId, Prompt, Version
 
 
 class Books:
@@ -40,7 +40,9 @@ class Books:
         self.assigned: dict[int, tuple[BatchAssignment, list[Group]]] = {}
         self.next_batch = 1
         self.committed = 0
-        self.last_failure = ""
+        self.last_failure: tuple[FailureKind, str] | None = None  # of a prompt or reward
+        self.failed_in_a_row = 0  # groups, since one got all its members
+        self.filtered_in_a_row = 0  # groups, since one was kept
         self.payload_bytes = 0
         self.work_epoch = 0
         """Rises when work that a waiting actor could take may have appeared."""

@@ -148,6 +148,11 @@ class Rules:
     max_attempts: int
     filter_zero_variance: bool
 
+    @property
+    def max_live_groups(self) -> int:
+        """The most groups that admission lets be alive at once: (S + 1) * G * n_pub."""
+        return (self.max_staleness + 1) * self.groups_per_batch * self.batches_per_publication
+
 
 @dataclass(frozen=True, slots=True)
 class BatchAssignment:

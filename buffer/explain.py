@@ -8,7 +8,12 @@ from itertools import islice
 from asyncrl import staleness
 from asyncrl.buffer.books import Books
 from asyncrl.buffer.dispatch import Group, LeaseRecord, State
-from asyncrl.types import Version
+from asyncrl.types import FailureKind, Version
+
+_LOOK_AT = {
+    FailureKind.DATA: "the prompts and rollout.max_prompt_tokens",
+    FailureKind.REWARD: "task.reward, task.reward_timeout_s and what the reward needs",
+}
 
 
 def gauges(b: Books, now: float) -> dict[str, float]:
@@ -22,14 +27,10 @@ def gauges(b: Books, now: float) -> dict[str, float]:
     retired groups. samples/len_bias: mean trained length over mean generated length, of those,
     once both exist.
     """
-    r = b.rules
     state = b.census.by_state
     values: dict[str, float] = {
         "queue/depth": state[State.QUEUED] + state[State.ASSEMBLING],
-        "queue/capacity": (r.max_staleness + 1)
-        * r.groups_per_batch
-        * r.batches_per_publication
-        * r.group_size,
+        "queue/capacity": b.rules.max_live_groups * b.rules.group_size,
         "queue/bytes": b.payload_bytes,
         "live_groups": b.order.live,
         "leased_samples": state[State.LEASED],
@@ -55,7 +56,6 @@ def metrics(b: Books, counts: Mapping[str, int], now: float) -> dict[str, float]
     """The buffer's metrics of a record; one without a value is left out."""
     names = "dispatched completed trained dropped_stale filtered failed requeued duplicate held"
     values = {f"samples/{name}": float(counts[name]) for name in names.split()}
-    values["staleness/limit"] = float(b.rules.max_staleness)
     shown = ("queue/", "samples/")
     return values | {k: float(v) for k, v in gauges(b, now).items() if k.startswith(shown)}
 
@@ -91,6 +91,30 @@ def exhausted_reason(b: Books) -> str:
     )
 
 
+def hopeless(b: Books) -> str:
+    """Why batches stopped filling although prompts go on; empty while there is hope.
+
+    That is: a long row of groups failed and none completed, or was filtered and none kept.
+    """
+    r = b.rules
+    if b.last_failure is not None:
+        kind, reason = b.last_failure
+        # A bad prompt fails at once, while all the good ones that may be alive are still produced.
+        groups = r.max_live_groups if kind is FailureKind.DATA else r.groups_per_batch
+        if b.failed_in_a_row > max(16, 4 * groups):
+            return (
+                f"{b.failed_in_a_row} groups in a row failed and none completed, the last for its "
+                f"{kind} ({reason}): check {_LOOK_AT[kind]}"
+            )
+    if b.filtered_in_a_row > max(64, 16 * r.groups_per_batch):
+        return (
+            f"{b.filtered_in_a_row} groups in a row had all rewards equal and were left out by "
+            "buffer.filter_zero_variance: turn it off, or choose prompts that the model "
+            "sometimes, not always, answers right"
+        )
+    return ""
+
+
 def why_not_leased(b: Books) -> str:
     """Why samples that the next batch needs are not being produced."""
     pending = b.first_pending()
@@ -115,8 +139,10 @@ def why_not_leased(b: Books) -> str:
 
 def failures(b: Books) -> str:
     """A note on groups that failed, if any did."""
-    count = b.totals["groups_failed"]
-    return f" ({count} groups failed; last failure: {b.last_failure})" if count else ""
+    if b.last_failure is None or not b.totals["groups_failed"]:
+        return ""
+    kind, reason = b.last_failure
+    return f" ({b.totals['groups_failed']} groups failed; last failure: {kind}: {reason})"
 
 
 def _next_batch(b: Books) -> tuple[list[Group], int]:

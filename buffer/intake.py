@@ -66,10 +66,10 @@ def fail(
     if not group.wants(sample.sample):
         b.lose(dispatch)
         return "duplicate"
-    b.last_failure = f"{kind}: {reason}"
     if kind is FailureKind.INFRASTRUCTURE:
         b.lose(dispatch)
         return "accepted"
+    b.last_failure = (kind, reason)
     dispatch.lease.deadline_s = now + b.rules.lease_timeout_s
     b.settle(dispatch, State.FAILED)
     member = group.members[sample.sample]
@@ -115,6 +115,7 @@ def _shrink(b: Books, group: Group) -> None:
     remaining = sum(not m.given_up for m in group.members)
     if remaining < 2:
         b.totals["groups_failed"] += 1
+        b.failed_in_a_row += 1
         b.remove(group, Phase.FAILED, State.FAILED)
     elif not group.unresolved:
         _complete(b, group)
@@ -122,9 +123,12 @@ def _shrink(b: Books, group: Group) -> None:
 
 def _complete(b: Books, group: Group) -> None:
     """All members are in or given up: the group waits for a batch, or is filtered out."""
+    b.failed_in_a_row = 0
     rewards = {m.envelope.header.reward for m in group.members if m.envelope is not None}
     if b.rules.filter_zero_variance and len(rewards) == 1:
         b.totals["groups_filtered"] += 1
+        b.filtered_in_a_row += 1
         b.remove(group, Phase.FILTERED, State.FILTERED)
     else:
+        b.filtered_in_a_row = 0
         b.finish(group)

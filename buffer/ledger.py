@@ -212,6 +212,10 @@ class Ledger:
         b = self._books
         return b.order.live < b.rules.groups_per_batch and not b.has_prompt()
 
+    def hopeless(self) -> str:
+        """Why batches will not fill although prompts go on, in a line; empty while they may."""
+        return explain.hopeless(self._books)
+
     def exhausted_reason(self) -> str:
         """Why no further batch can be filled, in a line."""
         return explain.exhausted_reason(self._books)
@@ -230,16 +234,10 @@ class Ledger:
         unknown_results (no such dispatch), repeated_results (the dispatch had its outcome),
         protocol_errors (results refused for what they say).
         """
-        names = (
-            "completed",
-            "groups_trained",
-            "groups_filtered",
-            "groups_failed",
-            "unknown_results",
-            "repeated_results",
-            "protocol_errors",
-        )
-        return self._books.census.counts() | {name: self._books.totals[name] for name in names}
+        totals = self._books.totals
+        names = ["completed", "groups_trained", "groups_filtered", "groups_failed"]
+        names += ["unknown_results", "repeated_results", "protocol_errors"]
+        return self._books.census.counts() | {name: totals[name] for name in names}
 
     def conserved(self) -> bool:
         """Whether the conservation law holds, by enumeration (asyncrl.buffer.counts)."""

@@ -7,7 +7,7 @@
     consumes  one message at a time, in the order of arrival, in one task
     waits     for a message, or for the next tick (TICK_S)
     releases  parked lease requests: free samples, lower positions, a stop, their time
-              parked pulls: a complete batch, exhausted prompts, a stop, their time
+              parked pulls: a complete batch, exhausted prompts, hopeless work, a stop, their time
 
 Every request gets exactly one reply, so a client's own outstanding requests bound the send queue
 (its high-water mark is off: a reply is never dropped). Array frames are kept and sent as they
@@ -22,13 +22,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.asyncio import Context as AsyncContext
 
 from asyncrl import wire
 from asyncrl.buffer.answers import Answers, Emit
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.refuse import refusal, request_number
+from asyncrl.buffer.refuse import refusal
 from asyncrl.errors import WireError
 from asyncrl.types import Version
 
@@ -99,7 +100,7 @@ class BufferServer:
         """Serve until stopped and drained, or cancelled; then close.
 
         Raises:
-            LedgerError: the conservation law does not hold (a bug; the message has the counts).
+            ConservationError: the conservation law does not hold (the message has the counts).
         """
         if self._socket is None:
             await self.start()
@@ -154,7 +155,7 @@ class BufferServer:
         except WireError as e:
             self._answers.malformed += 1
             logger.warning("malformed message from %r: %s", identity, e)
-            self._send(identity, refusal(request_number(frames), e, "message"))
+            self._send(identity, refusal(_request_number(frames), e, "message"))
             return
         self._answers.answer(identity, message, arrays)
 
@@ -164,3 +165,12 @@ class BufferServer:
         except zmq.ZMQError as e:
             # The client is gone; what it held expires, and a resend is answered afresh.
             logger.info("no reply to %r: %s", identity, e)
+
+
+def _request_number(frames: Sequence[wire.Frame]) -> int:
+    """The `req` of a message that did not decode, or 0, so that its client can match the reply."""
+    try:
+        req = msgspec.msgpack.decode(frames[0])["req"]
+    except (IndexError, KeyError, TypeError, ValueError, msgspec.DecodeError, RecursionError):
+        return 0
+    return req if isinstance(req, int) and 0 <= req < 1 << 63 else 0

@@ -83,7 +83,7 @@ class LearnerWorker:
         )
         return int(self._store.port)
 
-    def setup(self, store_port: int) -> dict[str, object]:
+    def setup(self, store_host: str, store_port: int) -> dict[str, object]:
         """Join the other ranks and load the model; collective."""
         import torch
         import torch.distributed as dist
@@ -99,7 +99,7 @@ class LearnerWorker:
         torch.manual_seed(self.config.run.seed)
         if s.rank > 0:
             self._store = TCPStore(
-                s.host, store_port, s.world, is_master=False,
+                store_host, store_port, s.world, is_master=False,
                 timeout=datetime.timedelta(seconds=120),
             )  # fmt: skip
         dist.init_process_group(

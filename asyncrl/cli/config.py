@@ -41,3 +41,11 @@ def list_() -> None:
     width = max(map(len, names), default=0)
     for name, path in names.items():
         print(f"{name:<{width}}  {summary(path)}")
+
+
+@app.command()
+def reference() -> None:
+    """Print every key with its type, default and meaning, as Markdown."""
+    from asyncrl.config.reference import reference
+
+    print(reference(), end="")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +18,8 @@ class Evaluation:
 
     prompts: int = 0
     total: float = 0.0
+    told: bool = False
+    """Whether its record is written."""
 
     @property
     def score(self) -> float:
@@ -39,7 +39,7 @@ class Board:
     actors: dict[int, dict[str, float]] = field(default_factory=dict)
     step: int = 0
     version: int = 0
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+    rewards: list[float] = field(default_factory=list)
     staleness_mean: list[float] = field(default_factory=list)
     staleness_max: float = 0.0
     samples_s: list[float] = field(default_factory=list)
@@ -48,24 +48,22 @@ class Board:
     training_began: float | None = None
     last_step_at: float = 0.0
     first: dict[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one record of any role."""
-        with self._lock:
-            event = record["event"]
-            if event is not None and event["event"] == "eval":
-                entry = self.evals.setdefault(record["version"], Evaluation())
-                entry.prompts += event["prompts"]
-                entry.total += event["total"]
-            if event is not None and event["event"] == "publication":
-                self.version = record["version"]
-            if record["metrics"]:
-                self.first.setdefault((record["role"], record["rank"]), record["metrics"])
-            if record["role"] == "actor" and record["metrics"]:
-                self.actors[record["rank"]] = record["metrics"]
-            if record["role"] == "learner" and record["rank"] == 0 and record["metrics"]:
-                self._learner_step(record)
+        event = record["event"]
+        if event is not None and event["event"] == "eval":
+            entry = self.evals.setdefault(record["version"], Evaluation())
+            entry.prompts += event["prompts"]
+            entry.total += event["total"]
+        if event is not None and event["event"] == "publication":
+            self.version = record["version"]
+        if record["metrics"]:
+            self.first.setdefault((record["role"], record["rank"]), record["metrics"])
+        if record["role"] == "actor" and record["metrics"]:
+            self.actors[record["rank"]] = record["metrics"]
+        if record["role"] == "learner" and record["rank"] == 0 and record["metrics"]:
+            self._learner_step(record)
 
     def _learner_step(self, record: Mapping[str, Any]) -> None:
         metrics = record["metrics"]
@@ -83,6 +81,14 @@ class Board:
         if "staleness/head/mean" in metrics:
             self.staleness_mean.append(metrics["staleness/head/mean"])
             self.staleness_max = max(self.staleness_max, metrics["staleness/head/max"])
+
+    def finished_evals(self, at_end: bool) -> list[tuple[int, Evaluation]]:
+        """Evaluations whose shares are all in (at the end: any) and whose record is not written."""
+        return [
+            (version, e)
+            for version, e in sorted(self.evals.items())
+            if not e.told and (at_end or e.prompts >= self.config.eval.samples)
+        ]
 
     def seconds_left(self) -> float | None:
         """Time to the last step at the pace of the last steps; None before the second step."""

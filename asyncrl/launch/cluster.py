@@ -6,12 +6,14 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.reaper import MARK
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,13 @@ def place(config: Config) -> Placement:
     c = config.cluster
     have = gpus_here()
     device = c.device
+    if device == "auto" and c.address is not None and not have:
+        raise ConfigError(
+            "cluster.device=auto: this machine has no GPU and says nothing about the cluster at "
+            "cluster.address: set cluster.device=cpu or cuda"
+        )
     if device == "auto":
-        device = "cuda" if have or (c.address and config.weights.backend == "nccl") else "cpu"
+        device = "cuda" if have else "cpu"
     if device == "cuda" and not have and c.address is None:
         raise ConfigError(
             "cluster.device=cuda: there is no NVIDIA GPU on this machine; "
@@ -75,6 +82,19 @@ def place(config: Config) -> Placement:
     )
 
 
+def launcher_address(cluster: str | None) -> str:
+    """Where the launcher binds: loopback, or its address on the network of the cluster."""
+    if cluster is None:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: connecting a datagram socket only picks the route's own address.
+        try:
+            probe.connect((cluster.rpartition(":")[0] or socket.gethostname(), 1))
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+        return str(probe.getsockname()[0])
+
+
 class Cluster:
     """A local Ray of this run's own, or a connection to a running one."""
 
@@ -82,7 +102,7 @@ class Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         os.environ["RAY_DEDUP_LOGS"] = "0"
-        os.environ["RAY_worker_niceness"] = "0"  # Ray would run every role at nice 15
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (else roles run at nice 15)
         import ray
 
         self._ray = ray
@@ -96,7 +116,10 @@ class Cluster:
         if config.cluster.address:
             common.pop("include_dashboard")
             try:
-                ray.init(address=config.cluster.address, namespace=run_id, **common)
+                mark = {"env_vars": {MARK: run_id}}
+                ray.init(
+                    address=config.cluster.address, namespace=run_id, runtime_env=mark, **common
+                )  # fmt: skip
             except (ConnectionError, ValueError, RuntimeError) as e:
                 raise ConfigError(
                     f"cluster.address={config.cluster.address}: no Ray cluster answers there "

@@ -162,11 +162,3 @@ class ConsoleView:
             ),
             ("waits", waits if self.board.phase == "training" else self.board.phase),
         ]
-
-
-def ledger_line(counts: dict[str, int], conserved: bool) -> str:
-    """The ledger's counts as one line, with the law they must obey."""
-    terms = ("trained", "dropped_stale", "filtered", "failed", "requeued", "duplicate", "held")
-    parts = " + ".join(f"{counts.get(t, 0)} {t}" for t in terms)
-    verdict = "closed" if conserved else "NOT CLOSED"
-    return f"ledger {verdict}: {counts.get('dispatched', 0)} dispatched = {parts}"

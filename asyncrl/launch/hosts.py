@@ -10,6 +10,7 @@ import faulthandler
 import logging
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.config.schema import Config
@@ -37,6 +38,15 @@ def role_env(threads: int, device: str) -> dict[str, str]:
     if device == "cpu":
         env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return env
+
+
+def own_address(config: Config) -> str:
+    """Where this process's sockets bind: loopback, or the node's address in a cluster."""
+    if config.cluster.address is None:
+        return "127.0.0.1"
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 class BufferHost:
@@ -67,7 +77,7 @@ class BufferHost:
             filter_zero_variance=c.buffer.filter_zero_variance,
         )  # fmt: skip
         hub = HubClient(self._hub_endpoint, "buffer")
-        self._server = BufferServer(ledger, run_id=self._run_id, emit=hub.emit)
+        self._server = BufferServer(ledger, run_id=self._run_id, host=own_address(c), emit=hub.emit)
         endpoint: str = self._loop.run_until_complete(self._server.start())
         return endpoint
 
@@ -84,7 +94,8 @@ class ActorHost:
         import uvloop
 
         self._loop = uvloop.new_event_loop()
-        self._config, self._settings = config, settings
+        self._config = config
+        self._settings = replace(settings, host=own_address(config))
 
     def setup(self) -> dict[str, object]:
         """Start the engine; what the learner must know."""
@@ -109,19 +120,20 @@ class LearnerHost:
         own_process(log_path, role_env(settings.threads, settings.device))
         from asyncrl.learner.worker import LearnerWorker
 
-        self._worker = LearnerWorker(config, settings)
+        self._host = own_address(config)
+        self._worker = LearnerWorker(config, replace(settings, host=self._host))
 
-    def bind_store(self) -> int:
-        """Rank 0: the port of the ranks' rendezvous."""
-        return self._worker.bind_store()
+    def bind_store(self) -> tuple[str, int]:
+        """Rank 0: address and port of the ranks' rendezvous."""
+        return self._host, self._worker.bind_store()
 
-    def setup(self, store_port: int) -> dict[str, object]:
+    def setup(self, store_host: str, store_port: int) -> dict[str, object]:
         """Join the ranks, load the model."""
-        return self._worker.setup(store_port)
+        return self._worker.setup(store_host, store_port)
 
     def run(self, actors: list[dict[str, Any]]) -> str:
-        """Train to the end."""
-        try:
-            return self._worker.run(actors)
-        finally:
-            self._worker.close()
+        """Train to the end. After a failure nothing is closed: the launcher ends the process,
+        and closing could wait for peers that are gone before the failure is told."""
+        ended = self._worker.run(actors)
+        self._worker.close()
+        return ended

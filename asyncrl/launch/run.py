@@ -6,20 +6,12 @@
       released by: each role's setup                released by: the learner's last step
 
 A role's death ends the run with one message. Ctrl-C asks the buffer to stop: no more leases, no
-more batches; what does not end within DRAIN_S is killed. A second Ctrl-C kills at once.
+more batches; what does not end within DRAIN_S is killed. A second Ctrl-C kills at once (130).
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import statistics
-import sys
-import threading
 import time
-import uuid
-from contextlib import redirect_stderr, redirect_stdout
-from types import FrameType
 from typing import Any, TextIO
 
 from asyncrl import wire
@@ -27,78 +19,18 @@ from asyncrl.buffer.client import BufferClient
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError, RoleDiedError
 from asyncrl.launch.board import Board
-from asyncrl.launch.cluster import Cluster, Placement, place
-from asyncrl.launch.console import ConsoleView, ledger_line
+from asyncrl.launch.cluster import Cluster, Placement, launcher_address
+from asyncrl.launch.console import ConsoleView
 from asyncrl.launch.folder import RunFolder, last_words
 from asyncrl.launch.hosts import ActorHost, BufferHost, LearnerHost
-from asyncrl.launch.reaper import MARK, Guard, sweep
+from asyncrl.launch.interrupt import Interrupt
+from asyncrl.launch.summary import last_lines, summary_of
 from asyncrl.metrics import Hub, JsonlSink
 from asyncrl.protocols import MetricSink
 
 DRAIN_S = 20.0
 """How long a stopping run may take before what is left is killed."""
 TICK_S = 0.25
-
-
-class Interrupt:
-    """Counts SIGINT and SIGTERM; the launcher's loop looks at it every tick."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._old: dict[int, Any] = {}
-        self.install()
-
-    def install(self) -> None:
-        """Take the signals; once more after Ray has started, which takes SIGTERM for itself."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                old = signal.signal(number, self._handle)
-                self._old.setdefault(number, old)
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        self.count += 1
-
-    def restore(self) -> None:
-        """Give the signals back."""
-        for number, old in self._old.items():
-            signal.signal(number, old)
-
-
-def launch(config: Config, *, config_text: str, preset: str, model_path: str) -> int:
-    """Run to the end; the exit code (0 also after an orderly Ctrl-C).
-
-    Args:
-        config: checked by preflight.
-        config_text: the resolved configuration, written to config.yaml.
-        preset: name of the configuration, the start of the folder's default name.
-        model_path: folder of the model.
-
-    Raises:
-        AsyncRLError: a role died, or nothing became ready in time.
-    """
-    placement = place(config)
-    folder = RunFolder(config, preset)
-    folder.create(config_text)
-    run_id = f"{folder.name}-{uuid.uuid4().hex[:8]}"
-    os.environ[MARK] = run_id
-    guard, interrupt = Guard(run_id), Interrupt()
-    run: Run | None = None
-    view_file = sys.stdout
-    # Ray writes its own remarks to both streams; they belong to a log, not between our lines.
-    with (
-        open(folder.log_of("launcher"), "a", encoding="utf-8") as log,
-        redirect_stdout(log), redirect_stderr(log),
-    ):  # fmt: skip
-        try:
-            run = Run(config, folder, placement, run_id, model_path, interrupt, view_file)
-            return run.go()
-        finally:
-            if run is not None:
-                run.close()
-            sweep(run_id)
-            guard.dismiss()
-            os.environ.pop(MARK, None)
-            interrupt.restore()
 
 
 class Run:
@@ -116,7 +48,7 @@ class Run:
             from asyncrl.launch.wandb_sink import WandbSink
 
             sinks.append(WandbSink(config, folder))
-        self.hub = Hub(sinks, run_id=run_id)
+        self.hub = Hub(sinks, run_id=run_id, host=launcher_address(config.cluster.address))
         self.view = ConsoleView(
             self.board, title=f"asyncrl · {folder.name}", mode=config.log.console, file=view_file
         )
@@ -138,12 +70,16 @@ class Run:
                 self.train(actors, learners)
             else:
                 self.ended = "interrupted"
-        except BaseException as e:
+        except KeyboardInterrupt:
+            self.ended = "killed" if self.interrupt.count > 1 else "interrupted"
+            self.view.say(f"{self.ended} while {self.board.phase}")
+        except Exception as e:
             self.event("failed", error=type(e).__name__, message=str(e)[:2000])
             raise
         finally:
+            self.interrupt.mute()
             self.summarise()
-        return 0
+        return 130 if self.ended == "killed" else 0
 
     def set_up(self) -> tuple[list[tuple[Any, dict[str, Any]]], list[Any]]:
         """Start every role; the ready actors with what they announced, and the learners."""
@@ -174,8 +110,8 @@ class Run:
         self.phase(
             f"starting {c.cluster.actors} engine(s) and {c.cluster.learners} learner rank(s)"
         )
-        port = self.wait_one(learners[0].bind_store.remote(), "learner-0", 120.0)
-        waiting = {h.setup.remote(port): (f"learner-{r}", h) for r, h in enumerate(learners)}
+        store = self.wait_one(learners[0].bind_store.remote(), "learner-0", 120.0)
+        waiting = {h.setup.remote(*store): (f"learner-{r}", h) for r, h in enumerate(learners)}
         waiting |= {h.setup.remote(): (f"actor-{r}", h) for r, h in enumerate(actors)}
         return self.wait_ready(waiting), learners
 
@@ -207,12 +143,15 @@ class Run:
         """The result of one call, with a deadline."""
         import ray
 
-        done, _ = ray.wait([ref], timeout=timeout_s)
-        if not done:
-            raise DeadlineError(
-                f"launcher waited {timeout_s:.0f} s for {name} to start; "
-                f"see {self.folder.log_of(name)}"
-            )
+        deadline = time.monotonic() + timeout_s
+        while not ray.wait([ref], timeout=TICK_S)[0]:
+            if self.interrupt.count:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"launcher waited {timeout_s:.0f} s for {name} to start; "
+                    f"see {self.folder.log_of(name)}"
+                )
         return self.result(ref, name)
 
     def wait_ready(self, waiting: dict[Any, tuple[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
@@ -274,10 +213,11 @@ class Run:
                 outcome = self.result(ref, name)
                 if name == "buffer-0":
                     raise RoleDiedError(f"buffer-0 ended early; see {self.folder.log_of(name)}")
-                if name == "learner-0" and outcome == "finished":
-                    self.ended = "finished"
+                if name == "learner-0":
+                    self.ended = "finished" if outcome == "finished" else "interrupted"
                     self.phase("last evaluation" if self.config.eval.samples else "ending")
             self.look_at_buffer()
+            self.tell_evals()
             self.view.refresh()
             if self.interrupt.count and self.drained(running):
                 return
@@ -290,8 +230,7 @@ class Run:
             self.ended = "interrupted"
             assert self.client is not None
             self.client.stop("interrupted")
-        late = time.monotonic() - self._stopping_since > DRAIN_S
-        if late or self.interrupt.count > 1:
+        if time.monotonic() - self._stopping_since > DRAIN_S:
             self.view.say(f"killed: {', '.join(sorted(running.values()))}")
             return True
         return False
@@ -302,6 +241,22 @@ class Run:
         if now - getattr(self, "_looked", 0.0) > 1.0 and self.client is not None:
             self._looked = now
             self.board.stats = self.client.stats()
+
+    def tell_evals(self, at_end: bool = False) -> None:
+        """Write `eval/<task>/score` once all actors' shares of a version are in."""
+        task, n = self.config.task.kind, self.config.learner.batches_per_publication
+        for version, evaluation in self.board.finished_evals(at_end):
+            evaluation.told = True
+            self.hub.write(
+                wire.Record(
+                    role="launcher", rank=0, version=version, incarnation=0,
+                    step=min(version * n, self.config.run.steps),
+                    metrics={
+                        f"eval/{task}/score": evaluation.score,
+                        f"eval/{task}/prompts": evaluation.prompts,
+                    },
+                )
+            )  # fmt: skip
 
     def result(self, ref: Any, name: str) -> Any:
         """The result of a role's call.
@@ -337,21 +292,13 @@ class Run:
             except AsyncRLError as e:
                 self.view.say(f"the ledger's last counts are not to be had: {e}")
         self.board.stats = stats or self.board.stats
+        self.hub.drain()
+        self.tell_evals(at_end=True)
         self.hub.close()
         self.view.close()
         self.folder.write_summary(summary_of(self.board, stats, self.ended, self.run_id))
-        board = self.board
-        for version, entry in sorted(board.evals.items()):
-            self.view.say(
-                f"eval of version {version}: {entry.score:.3f} on {entry.prompts} held out"
-            )
-        if board.rewards:
-            self.view.say(
-                f"{self.ended}: {board.step} steps, version {board.version}, "
-                f"last reward {board.rewards[-1]:.3f}"
-            )
-        if stats is not None:
-            self.view.say(ledger_line(stats.counts, stats.conserved))
+        for line in last_lines(self.board, stats, self.ended):
+            self.view.say(line)
         self.view.say(f"files: {self.folder.path}")
 
     def close(self) -> None:
@@ -375,38 +322,3 @@ class Run:
             role="launcher", rank=0, step=self.board.step, version=self.board.version,
             incarnation=0, event={"event": what, **fields},
         ))  # fmt: skip
-
-
-def summary_of(board: Board, stats: wire.Stats | None, ended: str, run_id: str) -> dict[str, Any]:
-    """The content of summary.json (DESIGN section 11)."""
-
-    def median(values: list[float]) -> float | None:
-        return statistics.median(values) if values else None
-
-    trained_s = None
-    if board.training_began is not None and board.last_step_at:
-        trained_s = board.last_step_at - board.training_began
-    return {
-        "run_id": run_id,
-        "ended": ended,
-        "steps": board.step,
-        "version": board.version,
-        "ledger": stats.counts if stats else None,
-        "conserved": stats.conserved if stats else None,
-        "reward": {
-            "first": board.rewards[0] if board.rewards else None,
-            "final": board.rewards[-1] if board.rewards else None,
-        },
-        "eval": {str(v): {"score": e.score, "prompts": e.prompts}
-                 for v, e in sorted(board.evals.items())},
-        "staleness": {
-            "limit": board.config.buffer.max_staleness,
-            "head_mean": median(board.staleness_mean),
-            "head_max": board.staleness_max if board.staleness_mean else None,
-        },
-        "samples_s": median(board.samples_s),
-        "busy": board.busy_shares(),
-        "first_step_s": board.first_step_s,
-        "training_s": trained_s,
-        "total_s": time.monotonic() - board.started,
-    }  # fmt: skip

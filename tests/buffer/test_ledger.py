@@ -350,6 +350,65 @@ def test_the_end_of_the_prompts_is_told() -> None:
     )
 
 
+def fail_groups(ledger: Ledger, count: int, kind: FailureKind) -> None:
+    for _ in range(count):
+        (lease,) = ledger.lease("a", V0, 2, now=0)
+        for k in lease.samples:
+            ledger.fail("a", lease.lease, lease.group.sample(k), kind, "boom", now=0)
+
+
+def test_a_row_of_failures_is_hopeless_until_a_group_completes() -> None:
+    ledger = make(groups_per_batch=5, max_attempts=1)
+    fail_groups(ledger, 20, FailureKind.REWARD)  # 4 G
+    assert ledger.hopeless() == ""
+    fail_groups(ledger, 1, FailureKind.REWARD)
+    assert ledger.hopeless() == (
+        "21 groups in a row failed and none completed, the last for its reward (boom): check "
+        "task.reward, task.reward_timeout_s and what the reward needs"
+    )
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    give_all(ledger, lease)
+    assert ledger.hopeless() == ""
+    fail_groups(ledger, 20, FailureKind.REWARD)
+    assert ledger.hopeless() == ""
+    assert ledger.conserved()
+
+
+def test_bad_prompts_are_hopeless_when_they_outnumber_all_that_may_be_alive() -> None:
+    """They fail at once, long before the good ones among them can complete."""
+    ledger = make(max_staleness=3, max_attempts=1)
+    fail_groups(ledger, 32, FailureKind.DATA)  # 4 (S + 1) G
+    assert ledger.hopeless() == ""
+    fail_groups(ledger, 1, FailureKind.DATA)
+    assert "33 groups in a row failed" in ledger.hopeless()
+    assert ledger.hopeless().endswith("check the prompts and rollout.max_prompt_tokens")
+
+
+def test_failures_of_the_machinery_are_not_counted_against_the_prompts() -> None:
+    ledger = make(max_attempts=1)
+    fail_groups(ledger, 100, FailureKind.INFRASTRUCTURE)
+    assert ledger.hopeless() == ""
+
+
+def test_a_long_row_of_filtered_groups_is_hopeless_until_one_is_kept() -> None:
+    ledger = make(filter_zero_variance=True)
+
+    def finish_group(varied: bool) -> None:
+        (lease,) = ledger.lease("a", V0, 2, now=0)
+        for k in lease.samples:
+            give(ledger, lease, k, reward=float(k) if varied else 1.0)
+
+    for _ in range(64):
+        finish_group(varied=False)
+    assert ledger.hopeless() == ""
+    finish_group(varied=False)
+    assert ledger.hopeless().startswith(
+        "65 groups in a row had all rewards equal and were left out by buffer.filter_zero_variance"
+    )
+    finish_group(varied=True)
+    assert ledger.hopeless() == ""
+
+
 def test_gauges() -> None:
     ledger = make(groups_per_batch=1, filter_zero_variance=True)
     first, second = ledger.lease("a", V0, 4, now=0)

@@ -158,7 +158,6 @@ def test_a_few_hundred_samples_arrive_bit_for_bit(serve: Serve) -> None:
     assert [r["step"] for r in server.records] == list(range(1, batches + 1))
     last = server.records[-1]
     assert last["metrics"]["samples/trained"] == len(trained)
-    assert last["metrics"]["staleness/limit"] == 1
     assert last["metrics"]["queue/capacity"] == 2 * 4 * size
     assert "samples/len_bias" in last["metrics"]
 
@@ -505,6 +504,25 @@ def test_pulls_end_when_the_prompts_do(serve: Serve) -> None:
         reply = client.pull(2, wait_s=60)
         assert isinstance(reply, wire.Stopped)
         assert reply.reason == "prompts exhausted: 1 groups left, batch 2 needs 2"
+
+
+def test_a_reward_that_always_fails_ends_the_pull_with_one_message(serve: Serve) -> None:
+    server = serve(max_attempts=1)
+
+    async def scenario() -> None:
+        async with actor(server) as a:
+            with learner(server) as rank0:
+                waiting = asyncio.create_task(asyncio.to_thread(rank0.pull, 1, 60.0))
+                while not waiting.done():
+                    for lease in (await a.lease("actor-0", V0, 4, wait_s=1)).leases:
+                        sample, kind = lease.group.sample(0), FailureKind.REWARD
+                        await a.fail("actor-0", lease.lease, sample, kind, "KeyError: 'x'")
+                with pytest.raises(LedgerError, match=r"failed .* its reward \(KeyError: 'x'\)"):
+                    await waiting
+                with pytest.raises(LedgerError, match=r"check task\.reward"):
+                    rank0.pull(1, wait_s=0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_a_buffer_that_is_not_there_is_a_named_deadline() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import asyncrl.launch
 from asyncrl.__main__ import main
@@ -35,7 +36,9 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 128}')
     (folder / "model.safetensors").write_bytes(b"x")
-    (folder / "tokenizer.json").write_text("{}")
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     return folder
 
@@ -157,6 +160,34 @@ def test_dry_run_refuses_what_does_not_fit_the_model(
     assert dry_run(model) == 2
     assert "its tokenizer has no chat template: set task.chat=false" in capfd.readouterr().err
     assert dry_run(model, "task.chat=false") == 0
+
+
+def test_dry_run_refuses_a_limit_that_no_prompt_meets(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"question": "word " * n, "answer": "1"}) for n in (9, 5, 7)]
+    (tmp_path / "long.jsonl").write_text("\n".join(rows))
+    task = ("task.kind=jsonl", "task.path=long.jsonl", "eval.samples=0")
+    assert dry_run(model, *task, "rollout.max_prompt_tokens=4") == 2
+    assert (
+        "error: rollout.max_prompt_tokens=4 is smaller than each of the first 64 prompts "
+        "(5 to 9 tokens), so a batch can never fill"
+    ) in capfd.readouterr().err
+    assert dry_run(model, *task, "rollout.max_prompt_tokens=5") == 0
+
+
+def test_dry_run_refuses_a_broken_tokenizer(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    assert dry_run(model) == 2
+    assert "tokenizer.json cannot be read" in capfd.readouterr().err
+
+
+def test_dry_run_refuses_a_sink_that_is_not_installed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert dry_run(model, "log.wandb=offline") == 2
+    assert "log.wandb=offline: wandb is not installed; pip install" in capfd.readouterr().err
 
 
 def test_dry_run_refuses_a_model_folder_with_parts_missing(

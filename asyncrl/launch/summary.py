@@ -1,0 +1,70 @@
+"""What a run says at its end: summary.json and the last lines of the console."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from asyncrl.launch.board import Board
+from asyncrl.wire import Stats
+
+TERMS = ("trained", "dropped_stale", "filtered", "failed", "requeued", "duplicate", "held")
+"""The ends of a dispatch (DESIGN section 3): they add up to `dispatched`."""
+
+
+def ledger_line(stats: Stats) -> str:
+    """The ledger's counts as one line, with the law they must obey."""
+    parts = " + ".join(f"{stats.counts.get(term, 0)} {term}" for term in TERMS)
+    verdict = "closed" if stats.conserved else "NOT CLOSED"
+    return f"ledger {verdict}: {stats.counts.get('dispatched', 0)} dispatched = {parts}"
+
+
+def last_lines(board: Board, stats: Stats | None, ended: str) -> Iterator[str]:
+    """The console's last lines but one."""
+    for version, entry in sorted(board.evals.items()):
+        yield f"eval of version {version}: {entry.score:.3f} on {entry.prompts} held out"
+    if board.step:
+        yield (
+            f"{ended}: {board.step} steps, version {board.version}, "
+            f"reward {board.rewards[0]:.3f} -> {board.rewards[-1]:.3f}"
+        )
+    if stats is not None:
+        yield ledger_line(stats)
+
+
+def summary_of(board: Board, stats: Stats | None, ended: str, run_id: str) -> dict[str, Any]:
+    """The content of summary.json (DESIGN section 11); null where there is no value."""
+
+    def median(values: list[float]) -> float | None:
+        return statistics.median(values) if values else None
+
+    trained_s = None
+    if board.training_began is not None and board.step:
+        trained_s = board.last_step_at - board.training_began
+    return {
+        "run_id": run_id,
+        "ended": ended,
+        "steps": board.step,
+        "version": board.version,
+        "ledger": stats.counts if stats else None,
+        "conserved": stats.conserved if stats else None,
+        "reward": {
+            "first": board.rewards[0] if board.rewards else None,
+            "final": board.rewards[-1] if board.rewards else None,
+        },
+        "eval": {
+            str(v): {"score": e.score, "prompts": e.prompts} for v, e in sorted(board.evals.items())
+        },
+        "staleness": {
+            "limit": board.config.buffer.max_staleness,
+            "head_mean": median(board.staleness_mean),
+            "head_max": board.staleness_max if board.staleness_mean else None,
+        },
+        "samples_s": median(board.samples_s),
+        "busy": board.busy_shares(),
+        "first_step_s": board.first_step_s,
+        "training_s": trained_s,
+        "total_s": time.monotonic() - board.started,
+    }
