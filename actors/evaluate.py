@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.actors.rollout import Encode, Scorer
+from asyncrl.actors.rollout import Encode
 from asyncrl.config.schema import Config
 from asyncrl.errors import EngineError, RewardError
-from asyncrl.protocols import Engine, GenerationRequest
+from asyncrl.protocols import Engine, GenerationRequest, Scorer
 from asyncrl.types import GroupId, Prompt, Version
 
 

@@ -5,9 +5,10 @@
                           └──────── freed when a sample's task ends ───────────────────┘
 
 Waits for: room (released by a finished sample), leases (released by the buffer, at the latest
-after LEASE_WAIT_S), a newer version (released by the weights service). When the engine moves to
-a new version another lease request goes out at once, because the buffer judged the one that is
-parked there by the older version.
+after LEASE_WAIT_S), a newer version (released by the weights service). A lease request is always
+parked at the buffer, because its answer also brings the end of the run: without room it asks for
+nothing. A newer one replaces it when there is room again, or when the engine moved to a new
+version (the buffer judged the parked one by the older).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DataError, EngineError, RewardError
 from asyncrl.idlog import IdLog
 from asyncrl.metrics import TimeShares
-from asyncrl.protocols import Engine, Generation, GenerationRequest
+from asyncrl.protocols import Engine, Generation, GenerationRequest, Scorer
 from asyncrl.types import (
     NO_VERSION,
     FailureKind,
@@ -43,17 +45,32 @@ log = logging.getLogger(__name__)
 LEASE_WAIT_S = 5.0
 """How long the buffer may park a lease request."""
 PROGRESS_EVERY_S = 2.0
-"""How often token progress renews the leases."""
+"""How often progress renews the leases."""
 
 Encode = Callable[[Prompt], list[int]]
 """Token ids of a prompt."""
 
 
-class Scorer(Protocol):
-    """What the loop needs of a reward worker."""
+@dataclass(slots=True)
+class _Progress:
+    """What the buffer is told of a lease: a number that renews it when it grows."""
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> float:
-        """A finite reward, or RewardError."""
+    open: int
+    """Samples whose task has not ended."""
+    leaving: int = 0
+    """Samples that have left the engine and wait for their reward or their push."""
+    number: int = 0
+    told: int = 0
+
+    def report(self) -> bool:
+        """Whether the number grew since the last report.
+
+        Samples that queue for the reward or the buffer bring no tokens, and both have deadlines
+        of their own: each report counts one for them. One that is stuck in the engine gets none.
+        """
+        self.number += self.leaving > 0
+        grew, self.told = self.number > self.told, self.number
+        return grew
 
 
 class RolloutLoop:
@@ -76,8 +93,7 @@ class RolloutLoop:
         self.failures: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking: set[asyncio.Task[wire.Leases]] = set()
-        self._tokens: dict[int, int] = {}
-        self._reserved = 0
+        self._progress: dict[int, _Progress] = {}
         self._applied_changed = asyncio.Event()
 
     @property
@@ -102,14 +118,17 @@ class RolloutLoop:
             for task in (progress, *self._tasks, *self._asking):
                 task.cancel()
             await asyncio.gather(progress, *self._tasks, *self._asking, return_exceptions=True)
+            self._tasks.clear()
+            self._asking.clear()
             self.ids.flush()
 
     async def _loop(self, progress: asyncio.Task[None]) -> wire.Leases:
-        asked_with: Version | None = None
+        asked_for, asked_with = 0, self.engine.applied
         while True:
-            room = self.config.rollout.max_in_flight - len(self._tasks)
-            if room > 0 and (not self._asking or asked_with != self.engine.applied):
-                asked_with = self.engine.applied
+            room = max(0, self.config.rollout.max_in_flight - len(self._tasks))
+            outdated = room > 0 and (asked_for == 0 or asked_with != self.engine.applied)
+            if not self._asking or outdated:
+                asked_for, asked_with = room, self.engine.applied
                 self._asking.add(asyncio.create_task(self._ask(room)))
             self._applied_changed.clear()
             changed = asyncio.create_task(self._applied_changed.wait())
@@ -140,7 +159,10 @@ class RolloutLoop:
             )
 
     def _start(self, lease: Lease) -> None:
-        self._tokens[lease.lease] = 0
+        self._progress[lease.lease] = _Progress(open=len(lease.samples))
+        samples = [lease.group.sample(k) for k in lease.samples]
+        for sample in samples:
+            self.ids.add("dispatched", sample, lease.lease)
         try:
             if self.engine.applied < lease.version:
                 raise EngineError(
@@ -156,24 +178,40 @@ class RolloutLoop:
                 )
         except AsyncRLError as e:
             kind = FailureKind.DATA if isinstance(e, DataError) else FailureKind.INFRASTRUCTURE
-            for k in lease.samples:
-                self._spawn(self._fail(lease, lease.group.sample(k), kind, str(e)))
+            for sample in samples:
+                self._spawn(lease, self._fail(lease, sample, kind, str(e)))
             return
-        for k in lease.samples:
-            self._spawn(self._produce(lease, lease.group.sample(k), prompt_ids))
+        for sample in samples:
+            self._spawn(lease, self._produce(lease, sample, prompt_ids))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.add(asyncio.create_task(work))
+    def _spawn(self, lease: Lease, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._ended(lease.lease))
+
+    def _ended(self, lease: int) -> None:
+        self._progress[lease].open -= 1
+        if self._progress[lease].open == 0:
+            del self._progress[lease]
 
     async def _produce(self, lease: Lease, sample: SampleId, prompt_ids: tuple[int, ...]) -> None:
         rollout = self.config.rollout
-        self.ids.add("dispatched", sample, lease.lease)
         request = GenerationRequest(
             f"{self.name}-{lease.lease}-{sample.sample}", prompt_ids,
             max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
         )  # fmt: skip
         with self.shares.state("generate"):
             generation = await self.engine.generate(request, lambda n: self._count(lease.lease, n))
+        self._progress[lease.lease].leaving += 1
+        try:
+            await self._deliver(lease, sample, prompt_ids, generation)
+        finally:
+            self._progress[lease.lease].leaving -= 1
+
+    async def _deliver(
+        self, lease: Lease, sample: SampleId, prompt_ids: tuple[int, ...], generation: Generation
+    ) -> None:
+        """Score and push."""
         try:
             with self.shares.state("reward"):
                 value = await self.reward.score(
@@ -183,15 +221,16 @@ class RolloutLoop:
             await self._fail(lease, sample, FailureKind.REWARD, str(e))
             return
         trajectory = build_trajectory(
-            sample, lease.lease, self.name, prompt_ids, generation, value, rollout.temperature
-        )
+            sample, lease.lease, self.name, prompt_ids, generation, value,
+            self.config.rollout.temperature,
+        )  # fmt: skip
         with self.shares.state("put_wait"):
             status = await self.client.push(wire.pack_trajectory(trajectory))
         self.samples_pushed += 1
         self.ids.add(f"pushed-{status}", sample, lease.lease)
 
     def _count(self, lease: int, tokens: int) -> None:
-        self._tokens[lease] = self._tokens.get(lease, 0) + tokens
+        self._progress[lease].number += tokens
         self.generated_tokens += tokens
 
     async def _fail(self, lease: Lease, sample: SampleId, kind: FailureKind, reason: str) -> None:
@@ -201,16 +240,11 @@ class RolloutLoop:
         self.ids.add(f"failed-{kind}-{status}", sample, lease.lease)
 
     async def _report_progress(self) -> None:
-        told: dict[int, int] = {}
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
-            grown = {k: v for k, v in self._tokens.items() if v > told.get(k, 0)}
-            told |= grown
+            grown = {lease: p.number for lease, p in self._progress.items() if p.report()}
             if grown:
                 await self.client.progress(self.name, grown)
-            if len(self._tokens) > 4096:  # leases that ended long ago
-                for lease in list(self._tokens)[:-1024]:
-                    self._tokens.pop(lease), told.pop(lease, None)
             self.ids.flush()
 
 

@@ -100,7 +100,6 @@ def sampling_params(request: GenerationRequest) -> Any:
         n=1,
         temperature=request.temperature,
         max_tokens=request.max_new_tokens,
-        seed=request.seed,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

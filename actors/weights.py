@@ -13,7 +13,6 @@ is given up after a deadline, so that a dead learner leaves no engine paused.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
@@ -161,7 +160,8 @@ class EngineWeights:
 class WeightService:
     """Serves a subscriber to the learner: one ROUTER socket, one request at a time.
 
-    Failures go back as `wire.Error`; the service itself goes on.
+    Failures go back as `wire.Error`; the service itself goes on. Should it end all the same,
+    `wait` says why.
     """
 
     def __init__(self, subscriber: WeightSubscriber, host: str = "127.0.0.1") -> None:
@@ -177,12 +177,20 @@ class WeightService:
         """Serve in a task of the running loop."""
         self._task = asyncio.create_task(self._serve())
 
+    async def wait(self) -> None:
+        """Wait until the started service ends, which only `close` or a bug makes it do.
+
+        Raises:
+            Exception: what ended it.
+        """
+        assert self._task is not None, "start() comes first"
+        await asyncio.shield(self._task)  # whoever waits may be cancelled, the service goes on
+
     async def close(self) -> None:
         """Stop serving."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
         self._context.term()
 

@@ -1,7 +1,11 @@
 """One actor: an engine, its weights service, its reward worker and the rollout loop.
 
-setup: engine ► weights service bound (announced) ► ready
-run:   eval of version 0 ► rollout loop ► (run done) last version applied ► last eval
+setup: engine ► weights service bound (announced) ► eval of version 0 ► ready
+run:   rollout loop ► (run finished) last version applied ► last eval
+                    ► (run stopped) weights served until the learner has ended
+
+The first evaluation belongs to the set-up: learners begin when every set-up is over, and a
+publication would replace the version that is evaluated.
 """
 
 from __future__ import annotations
@@ -11,13 +15,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import psutil
 
-from asyncrl import tasks, wire
+from asyncrl import tasks
 from asyncrl.actors.evaluate import evaluate
 from asyncrl.actors.rewards import RewardWorker
 from asyncrl.actors.rollout import RolloutLoop
@@ -59,7 +63,7 @@ class ActorSettings:
 
 
 class TimedSubscriber:
-    """A subscriber whose time from begin to commit counts as `sync`."""
+    """A subscriber whose time from begin to commit, or to what failed, counts as `sync`."""
 
     def __init__(self, subscriber: WeightSubscriber, shares: TimeShares) -> None:
         self._subscriber, self._shares = subscriber, shares
@@ -75,20 +79,33 @@ class TimedSubscriber:
         if not self._timing:
             self._timing = True
             self._shares.enter("sync")
-        await self._subscriber.begin(version)
+        with self._ended_by_failure():
+            await self._subscriber.begin(version)
 
     async def receive(self, info: Mapping[str, Any]) -> None:
         """Receive the weights."""
-        await self._subscriber.receive(info)
+        with self._ended_by_failure():
+            await self._subscriber.receive(info)
 
     async def commit(self, version: Version) -> None:
         """Load, stamp, go on; the time that counts ends here, however it went."""
         try:
             await self._subscriber.commit(version)
         finally:
-            if self._timing:
-                self._timing = False
-                self._shares.leave("sync")
+            self._end()
+
+    @contextlib.contextmanager
+    def _ended_by_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        if self._timing:
+            self._timing = False
+            self._shares.leave("sync")
 
 
 class ActorWorker:
@@ -100,7 +117,7 @@ class ActorWorker:
         self.shares = TimeShares()
 
     async def setup(self) -> dict[str, object]:
-        """Start the engine and its services; what the learner must know of them."""
+        """Start the engine and its services, evaluate; what the learner must know of them."""
         from transformers import AutoTokenizer
 
         from asyncrl.actors.vllm_engine import VllmEngine
@@ -137,10 +154,11 @@ class ActorWorker:
         self.weights = WeightService(TimedSubscriber(subscriber, self.shares), host=s.host)
         await self.client.hello()
         self._event("actor_ready", seconds=round(time.monotonic() - began, 2))
+        if self.config.eval.at_start:
+            await self._evaluate()
         return {
             "endpoint": self.weights.endpoint,
             "workers": self.config.engine.tensor_parallel,
-            "pids": self.engine.pids(),
         }
 
     async def run(self) -> None:
@@ -153,6 +171,7 @@ class ActorWorker:
         background = [
             asyncio.create_task(self._report()),
             asyncio.create_task(self._watch_engine()),
+            asyncio.create_task(self.weights.wait()),
         ]
         main = asyncio.create_task(self._main())
         try:
@@ -172,34 +191,41 @@ class ActorWorker:
         raise EngineError(f"{self.settings.name}: {await self.engine.died()}")
 
     async def _main(self) -> None:
-        if self.config.eval.at_start:
-            await self._evaluate()
         reply = await self.loop.run()
         if reply.state == "stopping":
             await self._serve_until_done()
-        elif self.config.eval.at_end and self.config.eval.samples:
-            await self._wait_for(reply)
+        elif reply.final is not None and self._is_evaluated(reply.final):
+            await self._wait_for(reply.final)
             await self._evaluate()
 
-    async def _serve_until_done(self) -> None:
-        """Keep taking weights while the learner ends its step and its last publication.
+    def _is_evaluated(self, final: Version) -> bool:
+        """A run that was stopped ends with an earlier version, whose score nobody waits for."""
+        evals = self.config.eval
+        return evals.at_end and evals.samples > 0 and final.version == self.config.last_version
 
-        The launcher ends what takes too long.
-        """
+    async def _serve_until_done(self) -> None:
+        """Keep taking weights while the learner ends its step and its last publication."""
+        timeout = self.config.weights.timeout_s * 2
+        deadline = time.monotonic() + timeout
         while (await self.client.stats()).state != "done":
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"{self.settings.name} waited {timeout:.0f} s after the stop for learner-0 "
+                    "to end its step and its last publication: see the learner's log"
+                )
             await asyncio.sleep(STOP_POLL_S)
 
-    async def _wait_for(self, reply: wire.Leases) -> None:
+    async def _wait_for(self, final: Version) -> None:
         timeout = self.config.weights.timeout_s * 2
         try:
             async with asyncio.timeout(timeout):
-                while reply.final is not None and self.engine.applied < reply.final:
+                while self.engine.applied < final:
                     self._applied_event.clear()
                     await self._applied_event.wait()
         except TimeoutError:
             raise DeadlineError(
-                f"{self.settings.name} waited {timeout:.0f} s for version {reply.final}, "
-                f"it still runs {self.engine.applied}"
+                f"{self.settings.name} waited {timeout:.0f} s for learner-0 to send version "
+                f"{final}, it still runs {self.engine.applied}"
             ) from None
 
     async def _evaluate(self) -> None:
@@ -224,11 +250,16 @@ class ActorWorker:
         self.loop.on_applied(version)
 
     def _event(self, what: str, **fields: object) -> None:
-        v = self.engine.applied
-        self.hub.emit(
-            step=v.version * self.config.learner.batches_per_publication,
-            version=v.version, incarnation=v.incarnation, event={"event": what, **fields},
-        )  # fmt: skip
+        self._emit(event={"event": what, **fields})
+
+    def _emit(
+        self, metrics: Mapping[str, float] | None = None, event: Mapping[str, object] | None = None
+    ) -> None:
+        """Send a record of the version that the engine runs and of the step that made it."""
+        v, config = self.engine.applied, self.config
+        # The last version may come after fewer batches than the others.
+        step = min(v.version * config.learner.batches_per_publication, config.run.steps)
+        self.hub.emit(metrics, step=step, version=v.version, incarnation=v.incarnation, event=event)
 
     async def _report(self) -> None:
         idle = IdleMeter(self.shares)
@@ -250,11 +281,7 @@ class ActorWorker:
             share = idle.read()
             if share is not None:
                 values["idle/actors_frac"] = share
-            v = self.engine.applied
-            self.hub.emit(
-                values, step=v.version * self.config.learner.batches_per_publication,
-                version=v.version, incarnation=v.incarnation,
-            )  # fmt: skip
+            self._emit(values)
 
     async def close(self) -> None:
         """End the engine, the reward worker and every socket; safe to call twice."""

@@ -1,7 +1,8 @@
 """The interfaces through which the roles meet. Replacing one part never touches another.
 
 Engine            what an actor generates with            actors/vllm_engine.py
-Reward            what scores a response                  actors/rewards/
+Reward            the function that scores a response     actors/rewards/functions.py
+Scorer            what the actor asks for a reward        actors/rewards/worker.py
 WeightSubscriber  how an engine takes new weights         actors/weights.py
 WeightPublisher   how the learner sends them              learner/publish.py
 MetricSink        where records go                        asyncrl/metrics.py
@@ -23,8 +24,8 @@ from asyncrl.types import FinishReason, Prompt, Version
 class GenerationRequest:
     """One response to produce.
 
-    >>> GenerationRequest("r1", (5, 6), max_new_tokens=8, temperature=1.0).seed is None
-    True
+    >>> GenerationRequest("r1", (5, 6), max_new_tokens=8, temperature=1.0).prompt_ids
+    (5, 6)
     """
 
     request_id: str
@@ -33,7 +34,6 @@ class GenerationRequest:
     max_new_tokens: int
     temperature: float
     """0 is greedy."""
-    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Generation:
     version_dispatch: Version
     """Applied when the request was issued."""
     version_finish: Version
-    """Applied when the last token arrived."""
+    """The last token's own stamp."""
     finish_reason: FinishReason
     text: str
 
@@ -76,7 +76,6 @@ class Engine(Protocol):
         """End the engine and its processes."""
 
 
-@runtime_checkable
 class WeightSubscriber(Protocol):
     """The actor's side of a publication: join once, then begin, receive, commit each time."""
 
@@ -93,7 +92,6 @@ class WeightSubscriber(Protocol):
         """Finish, stamp the version, go on generating."""
 
 
-@runtime_checkable
 class WeightPublisher(Protocol):
     """The learner's side of a publication, called on every rank (snapshots are collective)."""
 
@@ -110,15 +108,24 @@ class WeightPublisher(Protocol):
         """Wait for the last publication and leave the group."""
 
 
-@runtime_checkable
 class Reward(Protocol):
     """Scores a response. Runs in a worker process that is killed past its deadline."""
 
-    def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float:
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str, /) -> float:
         """The reward, a finite number."""
 
 
-@runtime_checkable
+class Scorer(Protocol):
+    """Has responses scored, many at once, wherever the `Reward` runs."""
+
+    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> float:
+        """The reward, a finite number.
+
+        Raises:
+            RewardError: there is none; it was too late, failed, or was no finite number.
+        """
+
+
 class MetricSink(Protocol):
     """A consumer of records (metrics.jsonl, the console, wandb)."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import ConfigError, StalenessError
-from asyncrl.types import NO_VERSION, SampleHeader, Version
+from asyncrl.types import SampleHeader, Version
 
 
 def version_of_batch(batch: int, batches_per_publication: int) -> int:
@@ -36,29 +36,14 @@ def max_admissible_position(
 ) -> int:
     """The last position p that admission grants: p + W <= (v_a + S + 1) * G * n.
 
+    A group there is consumed with at most p + W - 1 groups before it, so by a batch whose V is at
+    most v_a + S (proof: asyncrl.buffer.ledger).
+
     >>> max_admissible_position(1, 0, 0, 4, 1)  # synchronous: the four groups of batch 1
     3
     """
     per_version = groups_per_batch * batches_per_publication
     return (applied_version + max_staleness + 1) * per_version - window
-
-
-def admits(
-    position: int,
-    window: int,
-    applied_version: int,
-    max_staleness: int,
-    groups_per_batch: int,
-    batches_per_publication: int,
-) -> bool:
-    """Whether a group at `position` may be leased to an actor that applied `applied_version`.
-
-    True iff p + W <= (v_a + S + 1) * G * n: the group is then consumed with at most p + W - 1
-    groups before it, so by a batch whose V is at most v_a + S (proof: asyncrl.buffer.ledger).
-    """
-    return position <= max_admissible_position(
-        window, applied_version, max_staleness, groups_per_batch, batches_per_publication
-    )
 
 
 def version_needed(
@@ -68,7 +53,9 @@ def version_needed(
     groups_per_batch: int,
     batches_per_publication: int,
 ) -> int:
-    """The lowest version that admission accepts for `position` (the inverse of `admits`).
+    """The lowest version that admission accepts for `position`.
+
+    The inverse of `max_admissible_position`.
 
     >>> version_needed(4, 1, 0, 4, 1)
     1
@@ -178,28 +165,13 @@ def check_bound(
 
 
 def token_staleness(
-    versions: npt.NDArray[np.int32], incarnations: npt.NDArray[np.int32], current: Version
-) -> npt.NDArray[np.int32]:
-    """V - v of each policy token, cut off at 0; tool tokens (NO_VERSION) are left out.
+    versions: npt.NDArray[np.integer[Any]], current: Version
+) -> npt.NDArray[np.int64]:
+    """V - v of each policy token, cut off at 0; same shape as `versions`.
 
-    Args:
-        versions: [T] int32.
-        incarnations: [T] int32, NO_VERSION where `versions` is.
-        current: the learner's version for the batch.
+    Tool tokens (NO_VERSION) have no staleness: leave them out.
 
-    Returns:
-        [number of policy tokens] int32.
-
-    Raises:
-        ValueError: the arrays differ in shape or in where they are NO_VERSION.
+    >>> token_staleness(np.array([3, 4, 6]), Version(1, 5)).tolist()
+    [2, 1, 0]
     """
-    policy: npt.NDArray[Any] = versions != NO_VERSION
-    if versions.shape != incarnations.shape or not np.array_equal(
-        policy, incarnations != NO_VERSION
-    ):
-        raise ValueError(
-            f"versions {versions.shape} and incarnations {incarnations.shape} disagree: "
-            "they need one shape and NO_VERSION at the same tokens"
-        )
-    behind: npt.NDArray[np.int32] = np.maximum(current.version - versions[policy], 0)
-    return behind.astype(np.int32)
+    return np.maximum(current.version - versions.astype(np.int64), 0)

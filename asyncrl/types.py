@@ -124,7 +124,7 @@ class Lease:
     version: Version
     """The version that admission counted on: an engine below it must refuse the lease."""
     deadline_s: float
-    """Seconds without token progress after which the lease expires."""
+    """Seconds without tokens, rewards or results after which the lease expires."""
     prompt: Prompt
 
 
@@ -158,7 +158,7 @@ class SampleHeader:
     version_dispatch: Version
     """Version applied by the engine when the request was issued."""
     version_finish: Version
-    """Version applied by the engine when the last token arrived."""
+    """Version of the last token: its own stamp."""
     reward: float
     finish_reason: FinishReason
     temperature: float

@@ -4,244 +4,54 @@ A message is a ZeroMQ multipart: frame 0 is a msgpack map with the keys `type` (
 `schema` (SCHEMA), `req` (echoed in the reply) and the message's own fields; samples add one raw
 little-endian frame for each of `types.ARRAY_FIELDS`, in that order. Nothing is pickled, and
 decoding checks every type, so that a malformed message is a WireError and nothing else.
+
+The messages themselves are in asyncrl.messages; `X as X` below lets callers say `wire.X`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from asyncrl.errors import WireError
-from asyncrl.types import (
-    ARRAY_FIELDS,
-    BatchPart,
-    Envelope,
-    FailureKind,
-    Lease,
-    SampleHeader,
-    SampleId,
-    Trajectory,
-    Version,
-)
-
-SCHEMA = 1
-"""Version of the wire format; a message of another one is refused."""
+from asyncrl.messages import SCHEMA as SCHEMA
+from asyncrl.messages import Ack as Ack
+from asyncrl.messages import AnyMessage
+from asyncrl.messages import Commit as Commit
+from asyncrl.messages import Error as Error
+from asyncrl.messages import Fail as Fail
+from asyncrl.messages import Hello as Hello
+from asyncrl.messages import LeaseRequest as LeaseRequest
+from asyncrl.messages import Leases as Leases
+from asyncrl.messages import Message as Message
+from asyncrl.messages import NotYet as NotYet
+from asyncrl.messages import Ok as Ok
+from asyncrl.messages import Part as Part
+from asyncrl.messages import Progress as Progress
+from asyncrl.messages import Published as Published
+from asyncrl.messages import Pull as Pull
+from asyncrl.messages import Push as Push
+from asyncrl.messages import Record as Record
+from asyncrl.messages import State as State
+from asyncrl.messages import Stats as Stats
+from asyncrl.messages import StatsRequest as StatsRequest
+from asyncrl.messages import Stop as Stop
+from asyncrl.messages import Stopped as Stopped
+from asyncrl.messages import WeightsBegin as WeightsBegin
+from asyncrl.messages import WeightsCommit as WeightsCommit
+from asyncrl.messages import WeightsInit as WeightsInit
+from asyncrl.messages import WeightsReceive as WeightsReceive
+from asyncrl.types import ARRAY_FIELDS, BatchPart, Envelope, SampleHeader, Trajectory
 
 MAX_HEADER_BYTES = 64 << 20
 """A header longer than this is refused before it is decoded (a batch manifest is the largest)."""
 
 Frame = bytes | memoryview
-State = Literal["running", "stopping", "done"]
-
-
-class Message(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True
-):
-    """Fields that every message has."""
-
-    schema: int = SCHEMA
-    req: int = 0
-    """Number of the request; a reply carries the number of what it answers."""
-
-
-# --- requests to the buffer -------------------------------------------------------------
-
-
-class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First message of a client. Reply: Ok, or Error when the run id is another one."""
-
-    run_id: str
-    role: str
-    rank: int
-    pid: int
-
-
-class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease_request"):
-    """An actor asks for work. Reply: Leases, at the latest after `wait_s` seconds."""
-
-    actor: str
-    applied: Version
-    """What its engine runs now: admission counts on it."""
-    capacity: int
-    """Samples it has room for."""
-    wait_s: float
-
-
-class Push(Message, frozen=True, kw_only=True, tag="push"):
-    """A finished sample, with its array frames. Reply: Ack."""
-
-    header: SampleHeader
-
-
-class Progress(Message, frozen=True, kw_only=True, tag="progress"):
-    """Tokens produced so far by each lease; a growing number renews the lease. Reply: Ok."""
-
-    actor: str
-    tokens: dict[int, int]
-
-
-class Fail(Message, frozen=True, kw_only=True, tag="fail"):
-    """A sample could not be produced. Reply: Ack."""
-
-    actor: str
-    lease: int
-    id: SampleId
-    kind: FailureKind
-    reason: str
-
-
-class Pull(Message, frozen=True, kw_only=True, tag="pull"):
-    """A learner rank asks for its part of batch k. Reply: Part, NotYet or Stopped."""
-
-    rank: int
-    batch: int
-    wait_s: float
-
-
-class Commit(Message, frozen=True, kw_only=True, tag="commit"):
-    """Batch k is trained, less the samples dropped by the staleness check. Reply: Ok."""
-
-    batch: int
-    dropped: tuple[SampleId, ...] = ()
-
-
-class Published(Message, frozen=True, kw_only=True, tag="published"):
-    """The learner cut the snapshot of this version. Reply: Ok."""
-
-    version: Version
-
-
-class Stop(Message, frozen=True, kw_only=True, tag="stop"):
-    """End the run: no more leases, no more batches. Reply: Ok."""
-
-    reason: str
-    final: Version | None = None
-    """The last version, when the learner finished; actors wait for it before a last eval."""
-
-
-class StatsRequest(Message, frozen=True, kw_only=True, tag="stats_request"):
-    """Ask for the ledger's counts. Reply: Stats."""
-
-
-# --- replies of the buffer ----------------------------------------------------------------
-
-
-class Ok(Message, frozen=True, kw_only=True, tag="ok"):
-    """Done."""
-
-
-class Error(Message, frozen=True, kw_only=True, tag="error"):
-    """Refused. `error` is the class of asyncrl.errors, `message` says why."""
-
-    error: str
-    message: str
-
-
-class Leases(Message, frozen=True, kw_only=True, tag="leases"):
-    """Leases granted, possibly none."""
-
-    leases: tuple[Lease, ...] = ()
-    state: State = "running"
-    final: Version | None = None
-    """With state "done": the version to wait for."""
-    held_back: bool = False
-    """True when admission, not a lack of prompts, is why there are none."""
-
-
-class Ack(Message, frozen=True, kw_only=True, tag="ack"):
-    """What became of a pushed or failed sample."""
-
-    status: Literal["accepted", "duplicate", "unknown"]
-
-
-class Part(Message, frozen=True, kw_only=True, tag="part"):
-    """A rank's part of a batch; the frames of its samples follow, in the order of `mine`."""
-
-    batch: int
-    rank: int
-    manifest: tuple[SampleHeader, ...]
-    mine: tuple[int, ...]
-
-
-class NotYet(Message, frozen=True, kw_only=True, tag="not_yet"):
-    """The batch is not complete; `waiting_for` names what is missing and who holds it."""
-
-    waiting_for: str
-
-
-class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
-    """The run is ending; there will be no such batch."""
-
-    reason: str
-
-
-class Stats(Message, frozen=True, kw_only=True, tag="stats"):
-    """The ledger's counts and gauges."""
-
-    counts: dict[str, int]
-    gauges: dict[str, float]
-    conserved: bool
-    state: State
-    waiting_for: str = ""
-    """What the next batch lacks and who holds it; empty when it is complete."""
-
-
-# --- weights: learner rank 0 to each actor ---------------------------------------------------
-
-
-class WeightsInit(Message, frozen=True, kw_only=True, tag="weights_init"):
-    """Join the transfer group; `info` is the engine's init info. Reply: Ok, Error."""
-
-    info: dict[str, Any]
-    rank_offset: int
-    """Rank of this actor's first engine worker in the group."""
-
-
-class WeightsBegin(Message, frozen=True, kw_only=True, tag="weights_begin"):
-    """Pause at a token boundary, drop keys and values, get ready to receive. Reply: Ok."""
-
-    version: Version
-
-
-class WeightsReceive(Message, frozen=True, kw_only=True, tag="weights_receive"):
-    """Join the collective and load what it brings. Reply: Ok when loaded."""
-
-    info: dict[str, Any]
-
-
-class WeightsCommit(Message, frozen=True, kw_only=True, tag="weights_commit"):
-    """Finish, stamp the version, go on generating. Reply: Ok."""
-
-    version: Version
-
-
-# --- metrics: any role to the hub -----------------------------------------------------------
-
-
-class Record(Message, frozen=True, kw_only=True, tag="record"):
-    """One line of metrics.jsonl (DESIGN section 7), or an event for events.jsonl."""
-
-    role: str
-    rank: int
-    step: int
-    version: int
-    incarnation: int
-    metrics: dict[str, float] = {}
-    hist: dict[str, dict[str, list[float]]] = {}
-    event: dict[str, Any] | None = None
-
-
-_Any = (
-    Hello | LeaseRequest | Push | Progress | Fail | Pull | Commit | Published | Stop
-    | StatsRequest | Ok | Error | Leases | Ack | Part | NotYet | Stopped | Stats
-    | WeightsInit | WeightsBegin | WeightsReceive | WeightsCommit | Record
-)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_Any)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _N_ARRAYS = len(ARRAY_FIELDS)
 
 

@@ -14,6 +14,7 @@ from asyncrl.config.schema import LearnerConfig
 from asyncrl.learner.logprobs import PackTensors
 from asyncrl.learner.losses import token_coefficients
 from asyncrl.learner.packing import Pack, dummy_pack, make_packs
+from asyncrl.staleness import token_staleness
 from asyncrl.types import Trajectory, Version
 
 Bools = npt.NDArray[np.bool_]
@@ -116,7 +117,7 @@ def make_microbatches(
                 behaviour=torch.from_numpy(pack.behaviour_logprobs).to(device),
                 counted=counted,
                 log_mu=pack.behaviour_logprobs,
-                staleness=np.maximum(version.version - v, 0),
+                staleness=token_staleness(v, version),
                 own_version=(v == version.version) & (i == version.incarnation),
             )
         )

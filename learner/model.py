@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.errors import AsyncRLError, ModelError
+from asyncrl.errors import ModelError
 from asyncrl.learner.attention import NAME
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -27,7 +28,7 @@ class Policy:
 
     Args:
         path: folder of the Hugging Face model.
-        world: ranks that share its shards; above 1 the process group must stand.
+        world: ranks that share its shards; their process group must stand.
         device: where this rank computes.
         dtype: compute type of forward and backward; weights and gradients are float32.
         gradient_checkpointing: recompute each decoder layer in the backward pass.
@@ -50,7 +51,6 @@ class Policy:
         self.path = Path(path)
         self.trust_remote_code = trust_remote_code
         self.module: Any = _load(self.path, trust_remote_code)
-        self._own_group = _ensure_group(world, device)
         if gradient_checkpointing:
             _checkpoint_layers(self.module)
         _shard(self.module, world, device, dtype)
@@ -70,14 +70,24 @@ class Policy:
         return {name: tuple(p.shape) for name, p in self.module.named_parameters()}
 
     def save_hf(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write an ordinary Hugging Face folder, with the tokenizer; rank 0 writes."""
+        """Write an ordinary Hugging Face folder, with the tokenizer; rank 0 writes.
+
+        Under a temporary name beside it, renamed when whole: `folder` never is half a model.
+
+        Raises:
+            OSError: the disk failed, or `folder` exists and is not empty.
+        """
         write = dist.get_rank() == 0
         state = {}
         for name, value in self.full_parameters(dtype):
             if write:
                 state[name] = value.cpu()
         if write:
-            self._write(Path(folder), state, dtype)
+            folder = Path(folder)
+            partial = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            self._write(partial, state, dtype)
+            partial.rename(folder)
 
     def _write(self, folder: Path, state: dict[str, Tensor], dtype: torch.dtype) -> None:
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
@@ -98,28 +108,6 @@ class Policy:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def close(self) -> None:
-        """End the process group if this object made it."""
-        if self._own_group and dist.is_initialized():
-            dist.destroy_process_group()
-            self._own_group = False
-
-
-def _ensure_group(world: int, device: torch.device) -> bool:
-    """Make a process group of one where there is none; True if made here."""
-    if dist.is_initialized():
-        if dist.get_world_size() != world:
-            raise AsyncRLError(
-                f"process group of {dist.get_world_size()} ranks, expected {world} learner ranks"
-            )
-        return False
-    if world != 1:
-        raise AsyncRLError(f"{world} learner ranks need torch.distributed initialised first")
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    return True
 
 
 def _load(path: Path, trust_remote_code: bool) -> Any:

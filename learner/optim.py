@@ -32,8 +32,9 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 def lr_factor(batch: int, config: OptimConfig, steps: int) -> float:
     """What `lr` is multiplied by for batch k (from 1) of `steps`; a pure function, so resumable.
 
-    Linear warm-up reaches 1 with batch `warmup_steps`; the decay would reach 0 with the batch
-    after the last one.
+    Linear warm-up reaches 1 with batch `warmup_steps`. The decay starts from 1 with the batch after
+    that and reaches 0 only with batch `steps` + 1, which is not trained: the last batch still
+    learns, at 1 / (steps - warmup_steps) of `lr` with the linear schedule.
 
     >>> [lr_factor(k, OptimConfig(schedule="linear", warmup_steps=2), 4) for k in (1, 2, 3, 4)]
     [0.5, 1.0, 1.0, 0.5]

@@ -88,7 +88,7 @@ class Trainer:
         config: the whole run's configuration.
         model_path: folder of the Hugging Face model to start from.
         rank: this learner rank.
-        world: number of ranks; above 1, torch.distributed must be initialised.
+        world: number of ranks, those of the default process group, which must stand.
         device: "cpu" or "cuda:0".
     """
 
@@ -150,10 +150,6 @@ class Trainer:
     def save_hf(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder, in the type that the engines run."""
         self.policy.save_hf(folder, DTYPES[self.config.engine.dtype])
-
-    def close(self) -> None:
-        """Release the process group if this object made it."""
-        self.policy.close()
 
     def _prepare(self, part: BatchPart, kept: Sequence[int], version: Version) -> _Work:
         """Pack this rank's samples and agree with the others on counts."""
@@ -244,7 +240,7 @@ class Trainer:
         if work.tokens:
             metrics["loss/policy"] = loss / learner.epochs
         if learner.epochs > 1 and seen:
-            metrics["loss/clip_frac"] = clipped / seen
+            metrics["loss/ppo_clip_frac"] = clipped / seen
         norms = [a.grad_norm for a in progress.applied if not a.skipped]
         if norms:
             metrics["loss/grad_norm"] = norms[-1]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -20,25 +21,40 @@ _GONE: dict[int, str] = {
 _GONE_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
+class Receiver(NamedTuple):
+    """An actor that takes weights.
+
+    >>> Receiver("actor-1", "tcp://127.0.0.1:41873", workers=1).name
+    'actor-1'
+    """
+
+    name: str
+    endpoint: str
+    """Of its weight service."""
+    workers: int
+    """Engine workers, each a rank of the transfer group."""
+
+
 class FleetClient:
     """Fans each call out to every actor and gathers every reply by a deadline.
 
     Structurally a `VLLMWeightSyncClient`, so vLLM's trainer engines can drive it, from any thread:
     each call has sockets of its own. Set `version` and `deadline` (time.monotonic) before a
-    round; phases' durations in seconds are left in `timings`.
+    round; each phase's start and end (time.monotonic) are left in `timings`.
     """
 
-    def __init__(self, endpoints: Sequence[str], workers_per_actor: Sequence[int]) -> None:
-        self._endpoints = list(endpoints)
-        self._workers = list(workers_per_actor)
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        self._receivers = tuple(receivers)
         self._context = zmq.Context()
+        self._calling = threading.Lock()
         self.version = Version(0, 0)
         self.deadline = 0.0
-        self.timings: dict[str, float] = {}
+        self.timings: dict[str, tuple[float, float]] = {}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """All engines' workers join; ranks follow the sender's, actor by actor."""
-        offsets = [1 + sum(self._workers[:i]) for i in range(len(self._workers))]
+        workers = [r.workers for r in self._receivers]
+        offsets = [1 + sum(workers[:i]) for i in range(len(workers))]
         self._call("join", lambda i: wire.WeightsInit(info=init_info, rank_offset=offsets[i]))
 
     def start_weight_update(self) -> None:
@@ -54,8 +70,10 @@ class FleetClient:
         self._call("commit", lambda _: wire.WeightsCommit(version=self.version))
 
     def close(self) -> None:
-        """Drop the connections."""
-        self._context.destroy(linger=0)
+        """Drop the connections, unless another thread's call, left to its deadline, uses them."""
+        if self._calling.acquire(blocking=False):
+            self._context.destroy(linger=0)
+            self._calling.release()
 
     def _call(self, phase: str, message: Callable[[int], wire.Message]) -> None:
         """One request to each actor; returns when all have answered Ok.
@@ -64,35 +82,38 @@ class FleetClient:
             WeightSyncError: naming the phase and every actor that refused, died or was silent.
         """
         started = time.monotonic()
+        with self._calling:
+            failures = self._exchange(message)
+        self.timings[phase] = (started, time.monotonic())
+        if failures:
+            raise WeightSyncError(
+                f"weights {self.version}, {phase}: "
+                + "; ".join(f"{self._name(i)} {why}" for i, why in sorted(failures.items()))
+            )
+
+    def _exchange(self, message: Callable[[int], wire.Message]) -> dict[int, str]:
+        """Send to each actor and gather the replies; why each failed one did."""
         poller = zmq.Poller()
         sockets: list[zmq.Socket[bytes]] = []
         monitors: list[zmq.Socket[bytes]] = []
         try:
-            for i, endpoint in enumerate(self._endpoints):
+            for i, receiver in enumerate(self._receivers):
                 socket = self._context.socket(zmq.DEALER)
                 socket.setsockopt(zmq.LINGER, 0)
-                monitor = socket.get_monitor_socket(
-                    zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-                )
-                socket.connect(endpoint)
+                monitor = socket.get_monitor_socket(_GONE_EVENTS)
+                socket.connect(receiver.endpoint)
                 sockets.append(socket)
                 monitors.append(monitor)
                 poller.register(socket, zmq.POLLIN)
                 poller.register(monitor, zmq.POLLIN)
                 socket.send_multipart(wire.encode(message(i)))
-            failures = self._gather(poller, sockets, monitors)
+            return self._gather(poller, sockets, monitors)
         finally:
             for socket in sockets:
                 socket.disable_monitor()
                 socket.close()
             for monitor in monitors:
                 monitor.close()
-        self.timings[phase] = time.monotonic() - started
-        if failures:
-            raise WeightSyncError(
-                f"weights {self.version}, {phase}: "
-                + "; ".join(f"{self._name(i)} {why}" for i, why in sorted(failures.items()))
-            )
 
     def _gather(
         self,
@@ -124,7 +145,7 @@ class FleetClient:
         return failures | {i: f"did not answer within {waited:.1f} s" for i in waiting}
 
     def _name(self, i: int) -> str:
-        return f"actor-{i} ({self._endpoints[i]})"
+        return f"{self._receivers[i].name} ({self._receivers[i].endpoint})"
 
 
 def _refusal(frames: list[bytes]) -> str:

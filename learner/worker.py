@@ -24,8 +24,10 @@ import psutil
 from asyncrl import wire
 from asyncrl.buffer.client import BufferClient
 from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncRLError
 from asyncrl.idlog import IdLog
 from asyncrl.metrics import HubClient, IdleMeter, TimeShares
+from asyncrl.staleness import version_of_batch
 from asyncrl.types import BatchPart, Version
 from asyncrl.weights import ParamSpec
 
@@ -121,9 +123,14 @@ class LearnerWorker:
         """Train until `run.steps` batches are done or the buffer says stop; which of the two.
 
         Args:
-            actors: what each ready actor announced (`endpoint`, `workers`).
+            actors: what each ready actor announced (`name`, `endpoint`, `workers`).
+
+        Raises:
+            LedgerError: no batch will ever fill; the message says why.
+            WeightSyncError: an actor did not take a publication.
         """
         config = self.config
+        self._reported = time.monotonic()
         with self.shares.state("sync"):
             self.publisher = self._make_publisher(actors)
         self.idle = IdleMeter(self.shares)
@@ -144,12 +151,12 @@ class LearnerWorker:
         import torch
 
         from asyncrl.learner.publish import BroadcastPublisher
+        from asyncrl.learner.weight_fleet import Receiver
 
         s, dtype = self.settings, self.config.engine.dtype
         shapes = self.trainer.policy.parameter_shapes()
         return BroadcastPublisher(
-            [str(a["endpoint"]) for a in actors],
-            workers_per_actor=[int(a["workers"]) for a in actors],
+            [Receiver(a["name"], a["endpoint"], a["workers"]) for a in actors],
             rank=s.rank, world=s.world, backend=s.weight_backend, address=s.host,
             source=lambda: self.trainer.full_parameters(getattr(torch, dtype)),
             metadata=[ParamSpec(name, dtype, shape) for name, shape in shapes.items()],
@@ -168,7 +175,12 @@ class LearnerWorker:
                 log.info("%s waits for %s", self.settings.name, reply.waiting_for)
 
     def _train(self, part: BatchPart) -> None:
-        began = time.monotonic()
+        planned = version_of_batch(part.batch, self.config.learner.batches_per_publication)
+        if self.version.version != planned:
+            raise AsyncRLError(
+                f"{self.settings.name} would train batch {part.batch} at version {self.version}, "
+                f"by definition it is trained at version {planned}: publications were miscounted"
+            )
         with self.shares.state("train"):
             result = self.trainer.train(part, self.version)
         dropped = set(result.dropped)
@@ -179,7 +191,7 @@ class LearnerWorker:
         if self.settings.rank == 0:
             self.client.commit(part.batch, dropped=result.dropped)
         self.step = part.batch
-        self._report(result, part, time.monotonic() - began)
+        self._report(result)
 
     def _publish(self) -> None:
         self.version = Version(self.version.incarnation, self.version.version + 1)
@@ -198,15 +210,17 @@ class LearnerWorker:
         if self.settings.rank == 0:
             self.client.stop(f"{ended} after {self.step} steps", final=self.version)
 
-    def _report(self, result: StepResult, part: BatchPart, seconds: float) -> None:
+    def _report(self, result: StepResult) -> None:
+        """One record; rates are per second since the last one, waiting included."""
         values = dict(result.metrics) if self.settings.rank == 0 else {}
         values |= self.shares.metrics()
         values["host/rss_bytes"] = psutil.Process().memory_info().rss
         if self.settings.rank == 0:
-            values["learner/step_s"] = seconds
+            now = time.monotonic()
+            seconds, self._reported = now - self._reported, now
             values["throughput/train_tok_s"] = result.tokens / seconds
             values["throughput/samples_s"] = result.samples / seconds
-            values |= self.publisher.last_timings
+            values |= self.publisher.take_timings()
         share = self.idle.read()
         if share is not None:
             values["idle/trainer_frac"] = share
@@ -223,13 +237,15 @@ class LearnerWorker:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Leave every group and close every socket."""
+        """Leave every group and close every socket; what fails is logged, the rest still closes."""
         import torch.distributed as dist
 
-        if hasattr(self, "publisher"):
-            self.publisher.close()
-        self.ids.close()
-        self.client.close()
-        self.hub.close()
+        parts = [getattr(self, p, None) for p in ("publisher", "ids", "client", "hub")]
+        steps = [part.close for part in parts if part is not None]
         if dist.is_initialized():
-            dist.destroy_process_group()
+            steps.append(dist.destroy_process_group)
+        for step in steps:
+            try:
+                step()
+            except Exception:
+                log.exception("%s: %s failed", self.settings.name, step.__qualname__)

@@ -18,8 +18,9 @@ import sys
 from typing import BinaryIO
 
 from asyncrl.actors.rewards.frames import Ready, Score, Scored, pack, read, request_decoder
-from asyncrl.actors.rewards.registry import RewardFunction, resolve_reward
+from asyncrl.actors.rewards.registry import resolve_reward
 from asyncrl.errors import UserError
+from asyncrl.protocols import Reward
 
 _PR_SET_PDEATHSIG = 1
 
@@ -59,7 +60,7 @@ def as_reward(value: object) -> float:
     return number
 
 
-def _score(function: RewardFunction, request: Score) -> Scored:
+def _score(function: Reward, request: Score) -> Scored:
     try:
         return Scored(as_reward(function(request.prompt, request.response, request.finish_reason)))
     except BaseException as e:  # whatever it raises, SystemExit included, is its failure

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
 
 from asyncrl.actors.rewards import functions
 from asyncrl.config.schema import TaskConfig
 from asyncrl.errors import UserError
-from asyncrl.types import Prompt
+from asyncrl.protocols import Reward
 
-RewardFunction = Callable[[Prompt, str, str], float]
-
-BUILT_IN: dict[str, RewardFunction] = {
+BUILT_IN: dict[str, Reward] = {
     "last_number": functions.last_number,
     "even_digits": functions.even_digits,
 }
@@ -31,7 +28,7 @@ def reward_spec(task: TaskConfig) -> str:
     return "even_digits" if task.kind == "even_digits" else "last_number"
 
 
-def resolve_reward(spec: str) -> RewardFunction:
+def resolve_reward(spec: str) -> Reward:
     """The function of a spec; the current folder is on the import path.
 
     Raises:

@@ -38,7 +38,7 @@ REAP_S = 1.0
 
 
 class RewardWorker:
-    """A small pool of children; `score` may be called from many tasks of one event loop.
+    """A pool of `task.reward_workers` children; `score` may be called from many tasks of one loop.
 
     Attributes:
         timeouts: calls that passed `task.reward_timeout_s`.
@@ -46,13 +46,13 @@ class RewardWorker:
         restarts: children started beyond the first of each place in the pool.
     """
 
-    def __init__(self, task: TaskConfig, size: int = 1) -> None:
+    def __init__(self, task: TaskConfig) -> None:
         self.spec = reward_spec(task)
         self.timeout_s = task.reward_timeout_s
         self.timeouts = 0
         self.errors = 0
         self.restarts = 0
-        self._children = [_Child(self.spec) for _ in range(size)]
+        self._children = [_Child(self.spec) for _ in range(task.reward_workers)]
         self._free: asyncio.Queue[_Child] = asyncio.Queue()
         for child in self._children:
             self._free.put_nowait(child)
@@ -73,8 +73,7 @@ class RewardWorker:
             RewardTimeout: the function took longer than `task.reward_timeout_s`; it was killed.
             RewardError: it raised, crashed, or returned no finite number.
         """
-        if self._closed:
-            raise RewardError("the reward worker is closed")
+        self._check_open()
         child = await self._free.get()
         try:
             return await self._score(child, Score(prompt, response, finish_reason))
@@ -88,8 +87,7 @@ class RewardWorker:
             self._free.put_nowait(child)
 
     async def _score(self, child: _Child, request: Score) -> float:
-        if self._closed:
-            raise RewardError("the reward worker is closed")
+        self._check_open()
         try:
             if not child.alive:
                 self.restarts += child.started > 0
@@ -114,6 +112,10 @@ class RewardWorker:
         if reply.error:
             raise RewardError(f"reward {self.spec}: {reply.error}")
         return reply.reward
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RewardError("the reward worker is closed")
 
     async def close(self) -> None:
         """Kill every child; safe to call twice."""

@@ -136,12 +136,6 @@ def _lengths(c: _Context) -> Iterator[str]:
             f"{c.named('engine.max_model_len')} is smaller than the longest sample {parts}: "
             f"raise it to {longest}, remove it, or lower rollout.max_new_tokens"
         )
-    if c.config.task.reward_timeout_s >= r.lease_timeout_s:
-        yield (
-            f"{c.named('rollout.lease_timeout_s')} is not over task.reward_timeout_s="
-            f"{c.config.task.reward_timeout_s:g}: a lease could expire while its reward is "
-            "computed, again and again: raise it"
-        )
 
 
 def _loss(c: _Context) -> Iterator[str]:
@@ -228,11 +222,12 @@ def _eval(c: _Context) -> Iterator[str]:
             f"{c.named('eval.samples')} needs eval.path=FILE with task.kind=jsonl: give the "
             "file of held-out prompts, or set eval.samples=0"
         )
-    pairs = t.max_operand * (t.max_operand + 1) // 2
-    if t.kind == "arithmetic" and e.samples > pairs // 2:
+    sums = t.max_operand**2
+    if t.kind == "arithmetic" and e.samples > sums * 2 // 3:
         yield (
-            f"{c.named('eval.samples')} is more than half of the {pairs} sums up to "
-            f"task.max_operand={t.max_operand}: lower it to {pairs // 2} or raise task.max_operand"
+            f"{c.named('eval.samples')} leaves less than a third of the {sums} sums up to "
+            f"task.max_operand={t.max_operand} to train on: lower it to {sums * 2 // 3} or raise "
+            "task.max_operand"
         )
     if t.kind == "even_digits" and e.samples > EVEN_DIGITS_PROMPTS // 2:
         yield (

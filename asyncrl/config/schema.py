@@ -66,6 +66,8 @@ class TaskConfig(Section):
     """auto (the task's own), last_number, even_digits, or the user's `module:function`."""
     reward_timeout_s: Seconds = 10.0
     """A reward that takes longer is killed and its sample counted as failed."""
+    reward_workers: Positive = 1
+    """Reward processes per actor: that many responses are scored at once."""
 
 
 class RolloutConfig(Section):
@@ -77,14 +79,14 @@ class RolloutConfig(Section):
     """A longer prompt is counted as a data failure."""
     max_new_tokens: Positive = 256
     """Response length limit."""
-    temperature: Annotated[float, Field(gt=0, le=4)] = 1.0
-    """Sampling temperature; the learner applies the same."""
+    temperature: Annotated[float, Field(ge=0.01, le=4)] = 1.0
+    """Sampling temperature; the learner applies the same. vLLM would raise a lower one to 0.01."""
     max_in_flight: Positive = 64
     """Samples in flight per actor."""
     lease_timeout_s: Seconds = 120.0
-    """A lease without token progress for this long expires; others take its samples."""
+    """A lease without tokens, rewards or results for this long expires; others take its samples."""
     max_attempts: Positive = 3
-    """Times a sample is tried again after a data or reward failure before its group shrinks."""
+    """Tries of a sample whose data or reward fails, the first included; then its group shrinks."""
 
 
 class EngineConfig(Section):
@@ -247,6 +249,11 @@ class Config(Section):
     def groups_per_batch(self) -> int:
         """G: groups that one optimizer batch consumes."""
         return self.learner.batch_size // self.rollout.group_size
+
+    @property
+    def last_version(self) -> int:
+        """v of a finished run's last publication: one every n batches, and one at the end."""
+        return -(-self.run.steps // self.learner.batches_per_publication)
 
     @property
     def max_model_len(self) -> int:

@@ -12,7 +12,7 @@ class Arithmetic:
     """Row a' * n + b' (from 0) is the sum (a' + 1) + (b' + 1), with n = max_operand.
 
     The held-out sums are drawn by a hash that knows no seed, and are kept out of training in
-    both orders: with 3 + 8 held out, 8 + 3 is never trained.
+    both orders: with 3 + 8 held out, 8 + 3 is never trained (and is asked too).
     """
 
     name = "arithmetic"
@@ -22,16 +22,18 @@ class Arithmetic:
         self._n = config.task.max_operand
         self.size = self._n**2
         self._eval = self._draw(config.eval.samples)
+        self._eval_pairs = {self._pair(index) for index in self._eval}
 
-    def _draw(self, samples: int) -> dict[tuple[int, int], int]:
-        """From the (smaller, larger) operand to the row to ask, in the order of the draw."""
-        drawn: dict[tuple[int, int], int] = {}
+    def _draw(self, samples: int) -> list[int]:
+        """Rows to ask: pairs in the order of the draw, each in both orders."""
+        rows: dict[int, None] = {}
         if samples:
             for index in shuffled(self.size, seed=0, epoch=0, purpose="eval"):
-                drawn.setdefault(self._pair(index), index)
-                if len(drawn) == samples:
+                a, b = divmod(index, self._n)
+                rows[index] = rows[b * self._n + a] = None
+                if len(rows) >= samples:
                     break
-        return drawn
+        return list(rows)[:samples]
 
     def _operands(self, index: int) -> tuple[int, int]:
         a, b = divmod(index, self._n)
@@ -43,7 +45,7 @@ class Arithmetic:
 
     def held_out(self, index: int) -> bool:
         """True if the sum is evaluated, in either order."""
-        return self._pair(index) in self._eval
+        return self._pair(index) in self._eval_pairs
 
     def prompt(self, index: int) -> Prompt:
         """The question; its answer is the sum."""
@@ -53,8 +55,8 @@ class Arithmetic:
 
     def eval_prompts(self) -> list[Prompt]:
         """The held-out sums."""
-        return [self.prompt(index) for index in self._eval.values()]
+        return [self.prompt(index) for index in self._eval]
 
     def trainable(self) -> int:
         """Sums that are not held out."""
-        return self.size - sum(1 if a == b else 2 for a, b in self._eval)
+        return self.size - sum(1 if a == b else 2 for a, b in self._eval_pairs)

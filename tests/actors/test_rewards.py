@@ -132,7 +132,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def worker(timeout_s: float = 60.0, size: int = 1) -> AsyncIterator[RewardWorker]:
     before = {p.pid for p in psutil.Process().children(recursive=True)}
-    made = RewardWorker(TaskConfig(reward="user_reward:act", reward_timeout_s=timeout_s), size)
+    made = RewardWorker(
+        TaskConfig(reward="user_reward:act", reward_timeout_s=timeout_s, reward_workers=size)
+    )
     try:
         yield made
     finally:

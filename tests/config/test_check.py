@@ -24,7 +24,6 @@ REFUSED = [
     ("learner.batches_per_publication=101", "no weights would ever be published"),
     ("learner.max_tokens_per_microbatch=767", "learner.max_tokens_per_microbatch=767 (override) is smaller than the longest sample it can receive (prompt 512 + response 256 = 768 tokens): raise it to 768 or lower rollout.max_new_tokens"),
     ("engine.max_model_len=767", "engine.max_model_len=767 (override) is smaller than the longest sample"),
-    ("task.reward_timeout_s=120", "a lease could expire while its reward is computed"),
     ("learner.loss.clip_low=0.1", "learner.loss.clip_low=0.1 (override) has no effect with learner.epochs=1"),
     ("learner.loss.clip_high=0.1", "learner.loss.clip_high=0.1"),
     ("learner.loss.dual_clip=3", "learner.loss.dual_clip=3.0 (override) has no effect with learner.epochs=1"),
@@ -45,7 +44,7 @@ REFUSED = [
     ("eval.samples=3 eval.at_start=false eval.at_end=false", "eval.samples=3 (override) has no effect"),
     ("task.kind=jsonl task.path=x eval.samples=3", "needs eval.path=FILE"),
     ("task.kind=jsonl task.path=x eval.path=y", "eval.path=y (override) has no effect with eval.samples=0"),
-    ("task.max_operand=3 eval.samples=4", "more than half of the 6 sums up to task.max_operand=3: lower it to 3"),
+    ("task.max_operand=3 eval.samples=7", "leaves less than a third of the 9 sums up to task.max_operand=3 to train on: lower it to 6"),
     ("task.kind=even_digits eval.samples=129", "lower it to 128"),
     ("cluster.device=cpu engine.gpu_memory_utilization=0.5", "has no effect on device cpu"),
     ("cluster.device=cpu engine.tensor_parallel=2", "engine.tensor_parallel=2 (override) needs GPUs and runs on device cpu: set it to 1"),
@@ -71,6 +70,8 @@ ALLOWED = [
     "eval.at_start=false",
     "eval.samples=2475",
     "task.reward=my.module:Some.function",
+    "task.reward_timeout_s=500",
+    "rollout.temperature=0.01",
     "task.kind=jsonl task.path=x eval.samples=3 eval.path=x",
     "task.kind=jsonl task.path=x task.answer_field=null task.reward=m:f",
     "task.chat=false",
@@ -91,6 +92,13 @@ def test_refused(overrides: str, expected: str) -> None:
 @pytest.mark.parametrize("overrides", ALLOWED)
 def test_allowed(overrides: str) -> None:
     load(None, overrides.split())
+
+
+@pytest.mark.parametrize(("steps", "n"), [(1, 1), (7, 1), (8, 4), (9, 4), (11, 4), (3, 3)])
+def test_the_last_version_counts_the_publications(steps: int, n: int) -> None:
+    config = load(None, [f"run.steps={steps}", f"learner.batches_per_publication={n}"]).config
+    published = [k for k in range(1, steps + 1) if k % n == 0 or k == steps]
+    assert config.last_version == len(published)
 
 
 def test_device_found_later_is_checked_too() -> None:

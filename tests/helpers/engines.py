@@ -20,6 +20,7 @@ from asyncrl.actors.vllm_engine import VllmEngine
 from asyncrl.actors.weights import EngineWeights, WeightService
 from asyncrl.config.schema import Config, EngineConfig, RolloutConfig
 from asyncrl.learner.publish import BroadcastPublisher
+from asyncrl.learner.weight_fleet import Receiver
 from asyncrl.protocols import Generation, GenerationRequest
 from asyncrl.types import Version
 from asyncrl.weights import ParamSpec
@@ -193,9 +194,9 @@ def publisher(endpoints: list[str], weights: Callable[[], Any], **overrides: Any
         "backend": "gloo",
         "device": torch.device("cpu"),
         "timeout_s": 30.0,
-        "workers_per_actor": [1] * len(endpoints),
     }
-    return BroadcastPublisher(endpoints, **(settings | overrides))
+    receivers = [Receiver(f"actor-{i}", endpoint, 1) for i, endpoint in enumerate(endpoints)]
+    return BroadcastPublisher(receivers, **(settings | overrides))
 
 
 def metadata(model: torch.nn.Module) -> list[ParamSpec]:

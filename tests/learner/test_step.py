@@ -19,8 +19,11 @@ from asyncrl.config.schema import OptimConfig
 from asyncrl.errors import AsyncRLError, ConfigError, StalenessError
 from asyncrl.learner.step import Trainer
 from asyncrl.types import Trajectory, Version
+from tests.helpers.metric_names import undocumented
 from tests.helpers.tiny_model import make_batch, make_part, save_tiny_model
 from tests.learner.trained import Captured, capture, learner_config, partition_batch
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 V2 = Version(0, 2)
 
@@ -254,18 +257,15 @@ def test_a_sample_that_does_not_fit_is_refused(model: Path) -> None:
 
 def test_a_broken_gradient_is_skipped_and_counted(model: Path) -> None:
     trainer = Trainer(learner_config(), model, rank=0, world=1, device="cpu")
-    try:
-        with torch.no_grad():
-            next(trainer.policy.module.parameters()).to_local()[5] = math.nan
-        before = {n: p.clone() for n, p in trainer.full_parameters(torch.float32)}
-        result = trainer.train(make_part(make_batch(4, 2, 4)), Version(0, 0))
-        assert result.skipped == 1
-        assert result.metrics["loss/skipped"] == 1
-        assert all(math.isfinite(v) for v in result.metrics.values())
-        for name, p in trainer.full_parameters(torch.float32):
-            np.testing.assert_array_equal(p.numpy(), before[name].numpy())
-    finally:
-        trainer.close()
+    with torch.no_grad():
+        next(trainer.policy.module.parameters()).to_local()[5] = math.nan
+    before = {n: p.clone() for n, p in trainer.full_parameters(torch.float32)}
+    result = trainer.train(make_part(make_batch(4, 2, 4)), Version(0, 0))
+    assert result.skipped == 1
+    assert result.metrics["loss/skipped"] == 1
+    assert all(math.isfinite(v) for v in result.metrics.values())
+    for name, p in trainer.full_parameters(torch.float32):
+        np.testing.assert_array_equal(p.numpy(), before[name].numpy())
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
@@ -273,48 +273,60 @@ def test_training_raises_the_likelihood_of_what_was_rewarded(model: Path, epochs
     """bf16, several batches: the policy moves towards rewarded answers, ratios stay sane."""
     config = learner_config(dtype="bfloat16", epochs=epochs, optim=OptimConfig(lr=3e-3))
     trainer = Trainer(config, model, rank=0, world=1, device="cpu")
-    try:
-        batch = _with_own_logprobs(model, make_batch(8, groups=4, group_size=6))
-        first = trainer.train(make_part(batch), Version(0, 0)).metrics
-        for _ in range(4):
-            last = trainer.train(make_part(batch), Version(0, 0)).metrics
-        assert first["is/ratio_raw/mean"] == pytest.approx(1, abs=0.1)
-        assert last["loss/policy"] < first["loss/policy"] - 0.05
-        assert ("loss/clip_frac" in last) == (epochs > 1)
-        if epochs > 1:
-            assert last["loss/clip_frac"] > 0
-    finally:
-        trainer.close()
+    batch = _with_own_logprobs(model, make_batch(8, groups=4, group_size=6))
+    first = trainer.train(make_part(batch), Version(0, 0)).metrics
+    for _ in range(4):
+        last = trainer.train(make_part(batch), Version(0, 0)).metrics
+    assert first["is/ratio_raw/mean"] == pytest.approx(1, abs=0.1)
+    assert last["loss/policy"] < first["loss/policy"] - 0.05
+    assert undocumented(last) == []
+    assert ("loss/ppo_clip_frac" in last) == (epochs > 1)
+    if epochs > 1:
+        assert last["loss/ppo_clip_frac"] > 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_saved_folder_is_the_trained_policy(tmp_path: Path, tied: bool) -> None:
     folder = save_tiny_model(tmp_path / "in", tied=tied)
     trainer = Trainer(learner_config(), folder, rank=0, world=1, device="cpu")
-    try:
-        trainer.train(make_part(make_batch(4, 2, 4)), Version(0, 0))
-        names = [n for n, _ in trainer.full_parameters(torch.bfloat16)]
-        assert ("lm_head.weight" in names) != tied
-        trainer.policy.save_hf(tmp_path / "out")
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-        state = loaded.state_dict()
-        assert type(loaded).__name__ == "LlamaForCausalLM"
-        assert loaded.dtype == torch.float32
-        for name, p in trainer.full_parameters(torch.float32):
-            assert torch.equal(state[name], p)
-        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
-    finally:
-        trainer.close()
+    trainer.train(make_part(make_batch(4, 2, 4)), Version(0, 0))
+    names = [n for n, _ in trainer.full_parameters(torch.bfloat16)]
+    assert ("lm_head.weight" in names) != tied
+    stale = tmp_path / "out.partial" / "stale"  # of a process that was killed
+    stale.mkdir(parents=True)
+    trainer.policy.save_hf(tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+    assert not (tmp_path / "out" / "stale").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    state = loaded.state_dict()
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    assert loaded.dtype == torch.float32
+    for name, p in trainer.full_parameters(torch.float32):
+        assert torch.equal(state[name], p)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+
+
+def test_a_save_that_fails_leaves_no_half_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(learner_config(), model, rank=0, world=1, device="cpu")
+
+    def cut(_: Any, folder: Path, **kwargs: Any) -> None:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", cut)
+    with pytest.raises(OSError, match="disk full"):
+        trainer.save_hf(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_parameters_are_the_float32_ones_after_passes_without_gradient(model: Path) -> None:
     """No gathered bf16 copy may stand in for the weights: publication would lose their tail."""
     trainer = Trainer(learner_config(dtype="bfloat16"), model, rank=0, world=1, device="cpu")
-    try:
-        before = {n: p.clone() for n, p in trainer.full_parameters(torch.float32)}
-        equal = [replace(t, header=replace(t.header, reward=1.0)) for t in make_batch(4, 2, 2)]
-        trainer.train(make_part(equal), Version(0, 0))
-        for name, p in trainer.full_parameters(torch.float32):
-            assert torch.equal(p, before[name]), name
-    finally:
-        trainer.close()
+    before = {n: p.clone() for n, p in trainer.full_parameters(torch.float32)}
+    equal = [replace(t, header=replace(t.header, reward=1.0)) for t in make_batch(4, 2, 2)]
+    trainer.train(make_part(equal), Version(0, 0))
+    for name, p in trainer.full_parameters(torch.float32):
+        assert torch.equal(p, before[name]), name

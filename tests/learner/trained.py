@@ -69,5 +69,4 @@ def capture(
             arrays[f"param/{name}"] = value.numpy().copy()
     finally:
         step_module.apply_gradient = apply
-        trainer.close()
     return Captured(arrays, result.metrics, result)

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from asyncrl import wire
 from asyncrl.actors import weights as actor_weights
 from asyncrl.actors.weights import EngineWeights, WeightService
 from asyncrl.errors import AsyncRLError, EngineError, WeightSyncError
-from asyncrl.learner.weight_fleet import FleetClient
+from asyncrl.learner.weight_fleet import FleetClient, Receiver
 from asyncrl.types import Version
 
 INFO = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
@@ -220,8 +221,11 @@ def silent() -> Iterator[zmq.Socket[bytes]]:
         yield socket
 
 
-def fleet(endpoints: list[str], workers: list[int] | None = None, *, s: float = 30) -> FleetClient:
-    client = FleetClient(endpoints, workers or [1] * len(endpoints))
+def fleet(
+    endpoints: list[str], workers: list[int] | None = None, *, s: float = 30, first: int = 0
+) -> FleetClient:
+    names = [f"actor-{i + first}" for i in range(len(endpoints))]
+    client = FleetClient(list(map(Receiver, names, endpoints, workers or [1] * len(endpoints))))
     client.version = V1
     client.deadline = time.monotonic() + s
     return client
@@ -244,15 +248,17 @@ def test_fleet_drives_every_actor_and_gives_each_its_ranks() -> None:
 def test_fleet_names_who_refused_and_who_was_silent(silent: zmq.Socket[bytes]) -> None:
     port = silent.bind_to_random_port("tcp://127.0.0.1")
     with Services([FakeEngine(), FakeEngine(fails="begin")]) as endpoints:
-        client = fleet([*endpoints, f"tcp://127.0.0.1:{port}"], s=1.0)
+        # actor-0 was not ready in time: the names are the announced ones, not places in the list.
+        client = fleet([*endpoints, f"tcp://127.0.0.1:{port}"], s=1.0, first=1)
         with pytest.raises(WeightSyncError) as e:
             client.start_weight_update()
         client.close()
     text = str(e.value)
-    assert text.startswith("weights 0:1, begin: actor-1 ")
+    assert text.startswith("weights 0:1, begin: actor-2 ")
     assert "refused with WeightSyncError: weight update: begin failed: no begin today" in text
-    assert f"actor-2 (tcp://127.0.0.1:{port}) did not answer within" in text
+    assert f"actor-3 (tcp://127.0.0.1:{port}) did not answer within" in text
     assert "actor-0" not in text
+    assert "actor-1" not in text
 
 
 def test_fleet_notices_a_death_long_before_the_deadline(silent: zmq.Socket[bytes]) -> None:
@@ -294,6 +300,33 @@ def test_service_survives_nonsense() -> None:
         assert reply.req == 4
         begin = [bytes(f) for f in wire.encode(wire.WeightsBegin(req=5, version=V1))]
         assert ask(socket, begin) == wire.Ok(req=5)
+
+
+def test_service_that_breaks_says_so_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def request(req: int) -> list[bytes]:
+        return [bytes(f) for f in wire.encode(wire.StatsRequest(req=req))]
+
+    async def broken(frames: list[bytes]) -> wire.Message:
+        raise RuntimeError("a bug")
+
+    async def run() -> None:
+        service = WeightService(subscriber(FakeEngine()))
+        service.start()
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(service.endpoint)
+            async with asyncio.timeout(60):
+                first, second = (asyncio.create_task(service.wait()) for _ in range(2))
+                await asyncio.sleep(0)  # both wait
+                first.cancel()
+                await socket.send_multipart(request(1))
+                assert wire.decode(await socket.recv_multipart())[0].req == 1  # still served
+                monkeypatch.setattr(service, "_answer", broken)
+                await socket.send_multipart(request(2))
+                with pytest.raises(RuntimeError, match="a bug"):
+                    await second
+        await service.close()
+
+    asyncio.run(run())
 
 
 def test_errors_of_steps_are_asyncrl_errors() -> None:

@@ -34,7 +34,7 @@ def test_vllm_has_what_the_nccl_path_uses() -> None:
     assert (info.backend, info.world_size, info.is_sender) == ("nccl", 3, True)
     assert WeightTransferTrainerFactory._registry["nccl"]() is NCCLTrainerWeightTransferEngine
     assert WeightTransferEngineFactory._registry["nccl"]() is NCCLWeightTransferEngine
-    client = FleetClient([], [])
+    client = FleetClient([])
     assert isinstance(client, VLLMWeightSyncClient)
     client.close()
     # Our actors read the size of a publication from the fields of vLLM's update info.

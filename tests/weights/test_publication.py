@@ -122,7 +122,7 @@ def publish_and_check(host: EngineHost, kind: str, *, tied: bool) -> None:
         assert g.version_dispatch.version <= g.versions.min()
         assert np.all(np.diff(g.versions) >= 0)
         assert g.version_finish.version == g.versions[-1]
-    assert pub.last_timings["sync/bytes"] == sum(p.numel() * 4 for p in model.parameters())
+    assert pub.take_timings()["sync/bytes"] == sum(p.numel() * 4 for p in model.parameters())
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen3", False)])
@@ -193,8 +193,7 @@ def test_broken_transfer_leaves_the_old_weights_serving(
         pub.wait()
     check_logprobs(host, model, old)
     assert all(set(g.versions.tolist()) == {old.version} for g in load.stop())
-    with pytest.raises(WeightSyncError):  # the publisher says so again, and leaves
-        pub.close()
+    pub.close()  # says it no second time, and leaves
     publish_and_check(host, "llama", tied=False)  # a new one joins the same engine
 
 
@@ -202,8 +201,8 @@ def test_frozen_actor_is_named_and_goes_on_when_thawed(host: EngineHost) -> None
     model = forced(12)
     pub = publisher([host.service.endpoint], lambda: model, timeout_s=2.0)
     old = host.engine.applied
-    worker = max(host.engine.pids())
-    os.kill(worker, signal.SIGSTOP)
+    (process,) = host.engine.pids()  # engine core and worker in one
+    os.kill(process, signal.SIGSTOP)
     try:
         started = time.monotonic()
         pub.publish(next_version(host))
@@ -211,9 +210,8 @@ def test_frozen_actor_is_named_and_goes_on_when_thawed(host: EngineHost) -> None
             pub.wait()
         assert time.monotonic() - started < 10
     finally:
-        os.kill(worker, signal.SIGCONT)
-    with pytest.raises(WeightSyncError):
-        pub.close()
+        os.kill(process, signal.SIGCONT)
+    pub.close()
     g = host.generate("thawed", PROMPT, 8)  # the update that never came was given up
     assert set(g.versions.tolist()) == {old.version}
     publish_and_check(host, "llama", tied=False)
@@ -236,5 +234,4 @@ def test_missing_parameter_breaks_the_engine_loudly(host: EngineHost) -> None:
     with pytest.raises(EngineError, match="no whole version"):
         waiting.result(60)
     assert "no whole version" in host.run(host.engine.died())
-    with pytest.raises(WeightSyncError):
-        pub.close()
+    pub.close()

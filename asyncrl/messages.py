@@ -1,0 +1,223 @@
+"""The messages of the data plane: one class each, with a comment on every field (docs/wire.md).
+
+What travels is a map of these fields; `asyncrl.wire` encodes and decodes it. Callers import them
+from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.types import FailureKind, Lease, SampleHeader, SampleId, Version
+
+SCHEMA = 1
+"""Version of the wire format; a message of another one is refused."""
+
+State = Literal["running", "stopping", "done"]
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True
+):
+    """Fields that every message has."""
+
+    schema: int = SCHEMA
+    req: int = 0
+    """Number of the request; a reply carries the number of what it answers."""
+
+
+# --- requests to the buffer -------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    """First message of a client. Reply: Ok, or Error when the run id is another one."""
+
+    run_id: str
+    role: str
+    rank: int
+    pid: int
+
+
+class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease_request"):
+    """An actor asks for work. Reply: Leases, at the latest after `wait_s` seconds."""
+
+    actor: str
+    applied: Version
+    """What its engine runs now: admission counts on it."""
+    capacity: int
+    """Samples it has room for."""
+    wait_s: float
+
+
+class Push(Message, frozen=True, kw_only=True, tag="push"):
+    """A finished sample, with its array frames. Reply: Ack."""
+
+    header: SampleHeader
+
+
+class Progress(Message, frozen=True, kw_only=True, tag="progress"):
+    """Tokens produced so far by each lease; a growing number renews the lease. Reply: Ok."""
+
+    actor: str
+    tokens: dict[int, int]
+
+
+class Fail(Message, frozen=True, kw_only=True, tag="fail"):
+    """A sample could not be produced. Reply: Ack."""
+
+    actor: str
+    lease: int
+    id: SampleId
+    kind: FailureKind
+    reason: str
+
+
+class Pull(Message, frozen=True, kw_only=True, tag="pull"):
+    """A learner rank asks for its part of batch k. Reply: Part, NotYet or Stopped."""
+
+    rank: int
+    batch: int
+    wait_s: float
+
+
+class Commit(Message, frozen=True, kw_only=True, tag="commit"):
+    """Batch k is trained, less the samples dropped by the staleness check. Reply: Ok."""
+
+    batch: int
+    dropped: tuple[SampleId, ...] = ()
+
+
+class Published(Message, frozen=True, kw_only=True, tag="published"):
+    """The learner cut the snapshot of this version. Reply: Ok."""
+
+    version: Version
+
+
+class Stop(Message, frozen=True, kw_only=True, tag="stop"):
+    """End the run: no more leases, no more batches. Reply: Ok."""
+
+    reason: str
+    final: Version | None = None
+    """The last version, when the learner finished; actors wait for it before a last eval."""
+
+
+class StatsRequest(Message, frozen=True, kw_only=True, tag="stats_request"):
+    """Ask for the ledger's counts. Reply: Stats."""
+
+
+# --- replies of the buffer ----------------------------------------------------------------
+
+
+class Ok(Message, frozen=True, kw_only=True, tag="ok"):
+    """Done."""
+
+
+class Error(Message, frozen=True, kw_only=True, tag="error"):
+    """Refused. `error` is the class of asyncrl.errors, `message` says why."""
+
+    error: str
+    message: str
+
+
+class Leases(Message, frozen=True, kw_only=True, tag="leases"):
+    """Leases granted, possibly none."""
+
+    leases: tuple[Lease, ...] = ()
+    state: State = "running"
+    final: Version | None = None
+    """With state "done": the version to wait for."""
+    held_back: bool = False
+    """True when admission, not a lack of prompts, is why there are none."""
+
+
+class Ack(Message, frozen=True, kw_only=True, tag="ack"):
+    """What became of a pushed or failed sample."""
+
+    status: Literal["accepted", "duplicate", "unknown"]
+
+
+class Part(Message, frozen=True, kw_only=True, tag="part"):
+    """A rank's part of a batch; the frames of its samples follow, in the order of `mine`."""
+
+    batch: int
+    rank: int
+    manifest: tuple[SampleHeader, ...]
+    mine: tuple[int, ...]
+
+
+class NotYet(Message, frozen=True, kw_only=True, tag="not_yet"):
+    """The batch is not complete; `waiting_for` names what is missing and who holds it."""
+
+    waiting_for: str
+
+
+class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
+    """The run is ending; there will be no such batch."""
+
+    reason: str
+
+
+class Stats(Message, frozen=True, kw_only=True, tag="stats"):
+    """The ledger's counts and gauges."""
+
+    counts: dict[str, int]
+    gauges: dict[str, float]
+    conserved: bool
+    state: State
+    waiting_for: str = ""
+    """What the next batch lacks and who holds it; empty when it is complete."""
+
+
+# --- weights: learner rank 0 to each actor ---------------------------------------------------
+
+
+class WeightsInit(Message, frozen=True, kw_only=True, tag="weights_init"):
+    """Join the transfer group; `info` is the engine's init info. Reply: Ok, Error."""
+
+    info: dict[str, Any]
+    rank_offset: int
+    """Rank of this actor's first engine worker in the group."""
+
+
+class WeightsBegin(Message, frozen=True, kw_only=True, tag="weights_begin"):
+    """Pause at a token boundary, drop keys and values, get ready to receive. Reply: Ok."""
+
+    version: Version
+
+
+class WeightsReceive(Message, frozen=True, kw_only=True, tag="weights_receive"):
+    """Join the collective and load what it brings. Reply: Ok when loaded."""
+
+    info: dict[str, Any]
+
+
+class WeightsCommit(Message, frozen=True, kw_only=True, tag="weights_commit"):
+    """Finish, stamp the version, go on generating. Reply: Ok."""
+
+    version: Version
+
+
+# --- metrics: any role to the hub -----------------------------------------------------------
+
+
+class Record(Message, frozen=True, kw_only=True, tag="record"):
+    """One line of metrics.jsonl (DESIGN section 7), or an event for events.jsonl."""
+
+    role: str
+    rank: int
+    step: int
+    version: int
+    incarnation: int
+    metrics: dict[str, float] = {}
+    hist: dict[str, dict[str, list[float]]] = {}
+    event: dict[str, Any] | None = None
+
+
+AnyMessage = (
+    Hello | LeaseRequest | Push | Progress | Fail | Pull | Commit | Published | Stop
+    | StatsRequest | Ok | Error | Leases | Ack | Part | NotYet | Stopped | Stats
+    | WeightsInit | WeightsBegin | WeightsReceive | WeightsCommit | Record
+)  # fmt: skip
+"""Whatever may arrive."""

@@ -1,0 +1,293 @@
+"""An actor from set-up to end, with a fake engine, a real buffer and real weight messages."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import zmq
+import zmq.asyncio
+
+from asyncrl import wire
+from asyncrl.actors.vllm_engine import VllmEngine
+from asyncrl.actors.worker import ActorSettings, ActorWorker, TimedSubscriber
+from asyncrl.buffer.client import BufferClient
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.server import BufferServer
+from asyncrl.config.schema import (
+    Config,
+    EvalConfig,
+    LearnerConfig,
+    RolloutConfig,
+    RunConfig,
+    TaskConfig,
+    WeightsConfig,
+)
+from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.learner.weight_fleet import FleetClient, Receiver
+from asyncrl.metrics import Hub, TimeShares
+from asyncrl.types import BatchPart, GroupId, Prompt, Version
+from tests.helpers.fake_engine import FakeEngine
+
+GROUP, BATCH = 2, 4
+DEADLINE_S = 120
+INFO = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
+
+
+class UpdatableEngine(FakeEngine):
+    """A fake engine that takes versions."""
+
+    async def died(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def join_transfer(self, info: Mapping[str, Any]) -> None: ...
+
+    async def begin_update(self) -> None: ...
+
+    async def receive_update(self, info: Mapping[str, Any]) -> None: ...
+
+    async def abandon_update(self) -> None: ...
+
+    async def commit_update(self, version: Version) -> None:
+        self.version = version
+
+    def fail(self, reason: str) -> None:
+        self.failed = reason
+
+
+class Tokenizer:
+    def encode(self, text: str) -> list[int]:
+        return [1, 2, 3]
+
+
+class Records:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.all: list[Mapping[str, Any]] = []
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.all.append(record)
+
+    def close(self) -> None: ...
+
+    def evals(self) -> list[tuple[int, int]]:
+        """(version, step) of each evaluation."""
+        events = [r for r in self.all if r["event"] is not None]
+        return [(r["version"], r["step"]) for r in events if r["event"]["event"] == "eval"]
+
+
+def config(*, steps: int, n: int, timeout_s: float = 30.0) -> Config:
+    return Config(
+        run=RunConfig(steps=steps),
+        task=TaskConfig(chat=False),
+        rollout=RolloutConfig(
+            group_size=GROUP, max_prompt_tokens=8, max_new_tokens=8, max_in_flight=4
+        ),
+        learner=LearnerConfig(batch_size=BATCH, batches_per_publication=n),
+        eval=EvalConfig(samples=4),
+        weights=WeightsConfig(timeout_s=timeout_s),
+    )
+
+
+class Host:
+    """A buffer, a hub and one set-up actor in one event loop, and the learner's end."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.records = Records()
+        self.version = Version(0, 0)
+
+    async def start(self) -> None:
+        c = self.config
+        prompts = ((GroupId("toy", 0, i), Prompt(text="q", answer="1")) for i in itertools.count())
+        ledger = Ledger(
+            prompts=prompts, group_size=GROUP, groups_per_batch=c.groups_per_batch,
+            batches_per_publication=c.learner.batches_per_publication, max_staleness=1,
+        )  # fmt: skip
+        server = BufferServer(ledger, run_id="t")
+        endpoint = await server.start()
+        self.hub = Hub([self.records], run_id="t")
+        self.serving = asyncio.create_task(server.run())
+        settings = ActorSettings(
+            rank=0, model_path="none", device="cpu", threads=1, weight_backend="gloo", run_id="t",
+            buffer_endpoint=endpoint, hub_endpoint=self.hub.endpoint, log_dir=str(self.folder),
+        )  # fmt: skip
+        self.worker = ActorWorker(c, settings)
+        self.announced = await self.worker.setup()
+        self.learner = BufferClient(endpoint, "t", "learner", 0)
+        await asyncio.to_thread(self.learner.hello)
+
+    async def train(self, batch: int) -> None:
+        part = await asyncio.to_thread(self.learner.pull, batch, 30.0)
+        assert isinstance(part, BatchPart), part
+        await asyncio.to_thread(self.learner.commit, batch)
+
+    async def publish(self) -> None:
+        self.version = Version(0, self.version.version + 1)
+        await asyncio.to_thread(self._publish)
+        await asyncio.to_thread(self.learner.published, self.version)
+
+    def _publish(self) -> None:
+        fleet = FleetClient([Receiver("actor-0", str(self.announced["endpoint"]), 1)])
+        fleet.version, fleet.deadline = self.version, time.monotonic() + 30
+        try:
+            fleet.start_weight_update()
+            fleet.update_weights(INFO)
+            fleet.finish_weight_update()
+        finally:
+            fleet.close()
+
+    async def stop(self, final: Version | None = None) -> None:
+        await asyncio.to_thread(self.learner.stop, "over", final)
+
+    async def close(self) -> None:
+        self.learner.close()
+        self.serving.cancel()
+        await asyncio.gather(self.serving, return_exceptions=True)
+
+
+@pytest.fixture
+def hosted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """`async with hosted(config) as host`."""
+
+    async def start(*args: Any, **kwargs: Any) -> UpdatableEngine:
+        return UpdatableEngine()
+
+    monkeypatch.setattr(VllmEngine, "start", start)
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: Tokenizer()
+    )
+
+    @asynccontextmanager
+    async def make(config: Config) -> AsyncIterator[Host]:
+        host = Host(config, tmp_path)
+        await host.start()
+        try:
+            yield host
+        finally:
+            await host.worker.close()
+            await host.close()
+            host.hub.close()
+
+    return make
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await scenario
+
+    asyncio.run(limited())
+
+
+def test_a_run_to_its_end_is_evaluated_first_and_last(hosted: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with hosted(config(steps=3, n=2)) as host:
+            # The first evaluation is over before anybody can publish.
+            assert host.worker.shares.totals()["eval"] > 0
+            assert set(host.announced) == {"endpoint", "workers"}
+            running = asyncio.create_task(host.worker.run())
+            for batch in (1, 2):
+                await host.train(batch)
+            await host.publish()
+            await host.train(3)
+            await host.publish()
+            await host.stop(final=host.version)
+            await running
+        # Version 2 is that of step 3, the last, although versions have 2 steps each.
+        assert host.records.evals() == [(0, 0), (2, 3)]
+
+    run(scenario())
+
+
+def test_a_stopped_run_is_not_evaluated_again(hosted: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with hosted(config(steps=3, n=1)) as host:
+            running = asyncio.create_task(host.worker.run())
+            await host.train(1)
+            await host.publish()
+            await host.stop(final=host.version)  # "done", as in a run that was not stopped
+            await running
+        assert host.records.evals() == [(0, 0)]
+
+    run(scenario())
+
+
+def test_a_stop_that_no_learner_ends_has_a_deadline(hosted: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with hosted(config(steps=3, n=1, timeout_s=0.05)) as host:
+            running = asyncio.create_task(host.worker.run())
+            await host.stop()
+            with pytest.raises(DeadlineError, match="actor-0 waited 0 s .* for learner-0 to end"):
+                await running
+
+    run(scenario())
+
+
+def test_an_actor_whose_weights_service_breaks_ends(
+    hosted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with hosted(config(steps=3, n=1)) as host:
+
+            async def broken(frames: list[bytes]) -> wire.Message:
+                raise RuntimeError("a bug in the service")
+
+            monkeypatch.setattr(host.worker.weights, "_answer", broken)
+            running = asyncio.create_task(host.worker.run())
+            with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.connect(str(host.announced["endpoint"]))
+                await socket.send_multipart(wire.encode(wire.StatsRequest()))
+                with pytest.raises(RuntimeError, match="a bug in the service"):
+                    await running
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fails", "seconds"), [("begin", 1.0), ("receive", 2.0), ("commit", 3.0), ("", 3.0)]
+)
+def test_the_time_of_an_update_ends_with_it_however_it_ends(fails: str, seconds: float) -> None:
+    now = 0.0
+
+    class Subscriber:
+        async def _step(self, name: str) -> None:
+            nonlocal now
+            now += 1.0
+            if name == fails:
+                raise WeightSyncError(name)
+
+        async def join(self, info: Mapping[str, Any]) -> None:
+            await self._step("join")
+
+        async def begin(self, version: Version) -> None:
+            await self._step("begin")
+
+        async def receive(self, info: Mapping[str, Any]) -> None:
+            await self._step("receive")
+
+        async def commit(self, version: Version) -> None:
+            await self._step("commit")
+
+    shares = TimeShares(clock=lambda: now)
+
+    async def publish() -> None:
+        timed = TimedSubscriber(Subscriber(), shares)
+        await timed.begin(Version(0, 1))
+        await timed.receive({})
+        await timed.commit(Version(0, 1))
+
+    with pytest.raises(WeightSyncError) if fails else nullcontext():
+        asyncio.run(publish())
+    now += 10.0
+    assert shares.totals()["sync"] == seconds
+    assert shares.totals()["idle"] == 10.0
