@@ -1,6 +1,6 @@
 """vLLM's AsyncLLM behind the Engine protocol, with the update steps that `weights.py` drives.
 
-    generate() ──► AsyncLLM ──► engine core ──► worker(s)         each a process of its own
+    generate() ──► AsyncLLM ──► engine core ──► worker(s)         processes (on CPU: in one)
         ▲                           │
         └── tokens, log mu, version labels ("i:v") of each token ◄─┘
 

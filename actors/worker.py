@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -32,34 +30,13 @@ from asyncrl.errors import DeadlineError, EngineError
 from asyncrl.idlog import IdLog
 from asyncrl.metrics import HubClient, IdleMeter, TimeShares
 from asyncrl.protocols import WeightSubscriber
+from asyncrl.roles import RoleSettings
 from asyncrl.types import Prompt, Version
 
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
 STOP_POLL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class ActorSettings:
-    """What the launcher tells an actor."""
-
-    rank: int
-    model_path: str
-    device: Literal["cpu", "cuda"]
-    threads: int
-    weight_backend: Literal["gloo", "nccl"]
-    run_id: str
-    buffer_endpoint: str
-    hub_endpoint: str
-    log_dir: str
-    host: str = "127.0.0.1"
-    """Address that the weights service binds."""
-
-    @property
-    def name(self) -> str:
-        """E.g. "actor-0"."""
-        return f"actor-{self.rank}"
 
 
 class TimedSubscriber:
@@ -111,7 +88,7 @@ class TimedSubscriber:
 class ActorWorker:
     """Owns everything an actor holds; `setup` and `run` share one event loop."""
 
-    def __init__(self, config: Config, settings: ActorSettings) -> None:
+    def __init__(self, config: Config, settings: RoleSettings) -> None:
         self.config = config
         self.settings = settings
         self.shares = TimeShares()
@@ -141,7 +118,7 @@ class ActorWorker:
             return encode_prompt(tokenizer, prompt, self.config.task.chat)
 
         self.encode = encode
-        self.ids = IdLog(os.path.join(s.log_dir, f"{s.name}.ids.tsv"))
+        self.ids = IdLog(s.ids_path)
         self.loop = RolloutLoop(
             self.config, name=s.name, engine=self.engine, client=self.client,
             reward=self.reward, encode=encode, shares=self.shares, ids=self.ids,

@@ -16,8 +16,7 @@ import datetime
 import logging
 import os
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -27,6 +26,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.idlog import IdLog
 from asyncrl.metrics import HubClient, IdleMeter, TimeShares
+from asyncrl.roles import RoleSettings
 from asyncrl.staleness import version_of_batch
 from asyncrl.types import BatchPart, Version
 from asyncrl.weights import ParamSpec
@@ -43,33 +43,10 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest time one rank may be behind another before the collective gives up."""
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerSettings:
-    """What the launcher tells a learner rank."""
-
-    rank: int
-    world: int
-    model_path: str
-    device: str
-    threads: int
-    weight_backend: Literal["gloo", "nccl"]
-    run_id: str
-    buffer_endpoint: str
-    hub_endpoint: str
-    log_dir: str
-    run_dir: str
-    host: str = "127.0.0.1"
-
-    @property
-    def name(self) -> str:
-        """E.g. "learner-0"."""
-        return f"learner-{self.rank}"
-
-
 class LearnerWorker:
     """Owns a rank's model, optimizer, publisher and clients."""
 
-    def __init__(self, config: Config, settings: LearnerSettings) -> None:
+    def __init__(self, config: Config, settings: RoleSettings) -> None:
         self.config = config
         self.settings = settings
         self.shares = TimeShares()
@@ -115,7 +92,7 @@ class LearnerWorker:
         self.client = BufferClient(s.buffer_endpoint, s.run_id, "learner", s.rank)
         self.client.hello()
         self.hub = HubClient(s.hub_endpoint, "learner", s.rank)
-        self.ids = IdLog(os.path.join(s.log_dir, f"{s.name}.ids.tsv"))
+        self.ids = IdLog(s.ids_path)
         self._event("learner_ready", seconds=round(time.monotonic() - began, 2))
         return {"pid": os.getpid()}
 

@@ -12,8 +12,9 @@ from asyncrl.config.schema import Config, Section
 
 HEAD = """# Configuration
 
-Every key, as `asyncrl config reference` prints it. A YAML file holds sections and keys; `section.key=value` on the command line
-overrides; `asyncrl config show` prints the resolved values with where each came from.
+Every key, as `asyncrl config reference` prints it. A YAML file holds sections and keys;
+`section.key=value` on the command line overrides; `asyncrl config show` prints the resolved values
+with where each came from.
 """
 
 
@@ -89,7 +90,8 @@ def _docstrings() -> dict[tuple[str, str], str]:
     for name, node in _classes().items():
         found[(name, "")] = ast.get_docstring(node) or ""
         for field, after in zip(node.body, node.body[1:], strict=False):
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+                continue
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 found[(name, field.target.id)] = " ".join(str(after.value.value).split())
     return found

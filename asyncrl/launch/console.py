@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TextIO
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -118,6 +118,7 @@ class ConsoleView:
         table.add_row(
             "step", f"{b.step}/{c.run.steps}   version {b.version}   left {clock(b.seconds_left())}"
         )
+        table.add_row("", ProgressBar(total=c.run.steps, completed=b.step, width=60))
         table.add_row(
             "reward",
             f"{b.rewards[-1]:.3f}  {sparkline(b.rewards)}" if b.rewards else "-",
@@ -143,10 +144,7 @@ class ConsoleView:
             table.add_row(
                 f"eval v{version}", f"{evaluation.score:.3f} on {evaluation.prompts} held out"
             )
-        bar = ProgressBar(total=c.run.steps, completed=b.step)
-        return Panel(
-            Group(bar, table), title=self.title, subtitle="Ctrl-C stops in order", expand=True
-        )
+        return Panel(table, title=self.title, subtitle="Ctrl-C stops in order", expand=True)
 
     def _buffer_rows(self) -> list[tuple[str, str]]:
         stats = self.board.stats

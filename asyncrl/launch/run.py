@@ -12,7 +12,7 @@ more batches; what does not end within DRAIN_S is killed. A second Ctrl-C kills 
 from __future__ import annotations
 
 import time
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from asyncrl import wire
 from asyncrl.buffer.client import BufferClient
@@ -27,6 +27,7 @@ from asyncrl.launch.interrupt import Interrupt
 from asyncrl.launch.summary import last_lines, summary_of
 from asyncrl.metrics import Hub, JsonlSink
 from asyncrl.protocols import MetricSink
+from asyncrl.roles import RoleSettings
 
 DRAIN_S = 20.0
 """How long a stopping run may take before what is left is killed."""
@@ -95,14 +96,14 @@ class Run:
         self.client.hello()
         learners = [
             cluster.start(
-                LearnerHost, c, log_of(f"learner-{r}"), self.learner_settings(r, endpoint),
+                LearnerHost, c, log_of(f"learner-{r}"), self.settings("learner", r, endpoint),
                 gpus=p.learner_gpus,
             )
             for r in range(c.cluster.learners)
         ]  # fmt: skip
         actors = [
             cluster.start(
-                ActorHost, c, log_of(f"actor-{r}"), self.actor_settings(r, endpoint),
+                ActorHost, c, log_of(f"actor-{r}"), self.settings("actor", r, endpoint),
                 gpus=p.actor_gpus,
             )
             for r in range(c.cluster.actors)
@@ -115,28 +116,16 @@ class Run:
         waiting |= {h.setup.remote(): (f"actor-{r}", h) for r, h in enumerate(actors)}
         return self.wait_ready(waiting), learners
 
-    def actor_settings(self, rank: int, endpoint: str) -> Any:
-        """What actor `rank` is told."""
-        from asyncrl.actors.worker import ActorSettings
-
-        return ActorSettings(
-            rank=rank, model_path=self.model_path, device=self.placement.device,
-            threads=self.placement.actor_threads,
-            weight_backend=self.placement.weight_backend,
-            run_id=self.run_id, buffer_endpoint=endpoint, hub_endpoint=self.hub.endpoint,
-            log_dir=self.folder.logs,
-        )  # fmt: skip
-
-    def learner_settings(self, rank: int, endpoint: str) -> Any:
-        """What learner rank `rank` is told."""
-        from asyncrl.learner.worker import LearnerSettings
-
-        return LearnerSettings(
-            rank=rank, world=self.config.cluster.learners, model_path=self.model_path,
-            device=self.placement.device, threads=self.placement.learner_threads,
-            weight_backend=self.placement.weight_backend,
-            run_id=self.run_id, buffer_endpoint=endpoint, hub_endpoint=self.hub.endpoint,
-            log_dir=self.folder.logs, run_dir=self.folder.path,
+    def settings(self, role: Literal["actor", "learner"], rank: int, buffer: str) -> RoleSettings:
+        """What the process of `role` and `rank` is told."""
+        p, cluster = self.placement, self.config.cluster
+        actor = role == "actor"
+        return RoleSettings(
+            role=role, rank=rank, world=cluster.actors if actor else cluster.learners,
+            model_path=self.model_path, device=p.device,
+            threads=p.actor_threads if actor else p.learner_threads,
+            weight_backend=p.weight_backend, run_id=self.run_id, buffer_endpoint=buffer,
+            hub_endpoint=self.hub.endpoint, run_dir=self.folder.path,
         )  # fmt: skip
 
     def wait_one(self, ref: Any, name: str, timeout_s: float) -> Any:

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from asyncrl import wire
 from asyncrl.actors.vllm_engine import VllmEngine
-from asyncrl.actors.worker import ActorSettings, ActorWorker, TimedSubscriber
+from asyncrl.actors.worker import ActorWorker, TimedSubscriber
 from asyncrl.buffer.client import BufferClient
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.server import BufferServer
@@ -33,6 +33,7 @@ from asyncrl.config.schema import (
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.learner.weight_fleet import FleetClient, Receiver
 from asyncrl.metrics import Hub, TimeShares
+from asyncrl.roles import RoleSettings
 from asyncrl.types import BatchPart, GroupId, Prompt, Version
 from tests.helpers.fake_engine import FakeEngine
 
@@ -117,9 +118,11 @@ class Host:
         endpoint = await server.start()
         self.hub = Hub([self.records], run_id="t")
         self.serving = asyncio.create_task(server.run())
-        settings = ActorSettings(
-            rank=0, model_path="none", device="cpu", threads=1, weight_backend="gloo", run_id="t",
-            buffer_endpoint=endpoint, hub_endpoint=self.hub.endpoint, log_dir=str(self.folder),
+        (self.folder / "logs").mkdir()
+        settings = RoleSettings(
+            role="actor", rank=0, world=1, model_path="none", device="cpu", threads=1,
+            weight_backend="gloo", run_id="t", buffer_endpoint=endpoint,
+            hub_endpoint=self.hub.endpoint, run_dir=str(self.folder),
         )  # fmt: skip
         self.worker = ActorWorker(c, settings)
         self.announced = await self.worker.setup()

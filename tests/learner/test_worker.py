@@ -14,8 +14,9 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.learner import worker as worker_module
 from asyncrl.learner.diagnostics import manifest_metrics, token_metrics
 from asyncrl.learner.step import StepResult
-from asyncrl.learner.worker import LearnerSettings, LearnerWorker
+from asyncrl.learner.worker import LearnerWorker
 from asyncrl.metrics import IdleMeter
+from asyncrl.roles import RoleSettings
 from asyncrl.types import Version
 from tests.helpers.metric_names import undocumented
 from tests.helpers.tiny_model import make_batch, make_part
@@ -55,9 +56,9 @@ class Fake:
 
 
 def make_worker(fake: Fake, **learner: Any) -> LearnerWorker:
-    settings = LearnerSettings(
-        rank=0, world=1, model_path="", device="cpu", threads=1, weight_backend="gloo", run_id="r",
-        buffer_endpoint="", hub_endpoint="", log_dir="", run_dir="",
+    settings = RoleSettings(
+        role="learner", rank=0, world=1, model_path="", device="cpu", threads=1,
+        weight_backend="gloo", run_id="r", buffer_endpoint="", hub_endpoint="", run_dir="",
     )  # fmt: skip
     worker: Any = LearnerWorker(Config(learner=LearnerConfig(**learner)), settings)
     worker.trainer = worker.client = worker.hub = worker.ids = worker.publisher = fake
