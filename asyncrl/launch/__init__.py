@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 import uuid
 from contextlib import redirect_stderr, redirect_stdout
 
@@ -35,7 +37,10 @@ def launch(config: Config, *, config_text: str, preset: str, model_path: str) ->
     folder.create(config_text)
     run_id = f"{folder.name}-{uuid.uuid4().hex[:8]}"
     os.environ[MARK] = run_id
-    guard, interrupt = Guard(run_id), Interrupt()
+    # Sockets of Ray and vLLM: a short path, of this run alone, that goes with it.
+    scratch = tempfile.mkdtemp(prefix="asyncrl-")
+    os.environ["VLLM_RPC_BASE_PATH"] = scratch
+    guard, interrupt = Guard(run_id, scratch), Interrupt()
     view_file, run = sys.stdout, None
     # Ray writes its own remarks to both streams; they belong to a log, not between our lines.
     with (
@@ -44,7 +49,7 @@ def launch(config: Config, *, config_text: str, preset: str, model_path: str) ->
         redirect_stderr(log),
     ):
         try:
-            run = Run(config, folder, placement, run_id, model_path, interrupt, view_file)
+            run = Run(config, folder, placement, run_id, model_path, scratch, interrupt, view_file)
             return run.go()
         finally:
             interrupt.mute()
@@ -52,5 +57,7 @@ def launch(config: Config, *, config_text: str, preset: str, model_path: str) ->
                 run.close()
             sweep(run_id)
             guard.dismiss()
-            os.environ.pop(MARK, None)
+            shutil.rmtree(scratch, ignore_errors=True)
+            for name in (MARK, "VLLM_RPC_BASE_PATH"):
+                os.environ.pop(name, None)
             interrupt.restore()

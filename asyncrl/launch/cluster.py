@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import socket
-import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,7 +96,7 @@ def launcher_address(cluster: str | None) -> str:
 class Cluster:
     """A local Ray of this run's own, or a connection to a running one."""
 
-    def __init__(self, config: Config, placement: Placement, run_id: str) -> None:
+    def __init__(self, config: Config, placement: Placement, run_id: str, scratch: str) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         os.environ["RAY_DEDUP_LOGS"] = "0"
@@ -108,7 +106,6 @@ class Cluster:
         self._ray = ray
         self._gpus = placement.gpus(config.cluster.actors, config.cluster.learners)
         self._actors: list[Any] = []
-        self._folder: str | None = None
         common: dict[str, Any] = {
             "include_dashboard": False, "log_to_driver": False,
             "logging_level": logging.ERROR,
@@ -126,12 +123,11 @@ class Cluster:
                     f"({str(e).splitlines()[0]})"
                 ) from e
         else:
-            # A folder of its own (short: it holds unix sockets), so that two runs never meet.
-            self._folder = tempfile.mkdtemp(prefix="asyncrl-ray-")
+            # A folder of its own, so that two runs never meet.
             roles = config.cluster.actors + config.cluster.learners + 1
             ray.init(
                 address="local", namespace=run_id, num_cpus=roles, num_gpus=self._gpus,
-                object_store_memory=80 << 20, _temp_dir=self._folder, **common,
+                object_store_memory=80 << 20, _temp_dir=scratch, **common,
             )  # fmt: skip
         self._check_gpus()
 
@@ -157,5 +153,3 @@ class Cluster:
                 self._ray.kill(handle)
         with contextlib.suppress(Exception):
             self._ray.shutdown()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)

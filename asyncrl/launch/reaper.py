@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -56,11 +57,14 @@ def sweep(run_id: str, grace_s: float = 2.0) -> list[int]:
 
 
 class Guard:
-    """The launcher's insurance: a child that sweeps when this process is gone."""
+    """The launcher's insurance: a child that sweeps when this process is gone.
 
-    def __init__(self, run_id: str) -> None:
+    It removes `scratch` then too: the folder of the run's sockets.
+    """
+
+    def __init__(self, run_id: str, scratch: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.launch.reaper", run_id],
+            [sys.executable, "-m", "asyncrl.launch.reaper", run_id, scratch],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C on the terminal must not reach it
         )  # fmt: skip
@@ -80,12 +84,13 @@ class Guard:
 
 def main() -> None:
     """Wait for the launcher's word or its end; sweep if there was no word."""
-    run_id = sys.argv[1]
+    run_id, scratch = sys.argv[1:]
     os.environ.pop(MARK, None)
     if sys.stdin.buffer.readline() != b"done\n":
         deadline = time.monotonic() + 20
         while processes_of(run_id) and time.monotonic() < deadline:
             sweep(run_id)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

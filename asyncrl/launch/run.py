@@ -39,10 +39,11 @@ class Run:
 
     def __init__(
         self, config: Config, folder: RunFolder, placement: Placement, run_id: str,
-        model_path: str, interrupt: Interrupt, view_file: TextIO,
+        model_path: str, scratch: str, interrupt: Interrupt, view_file: TextIO,
     ) -> None:  # fmt: skip
         self.config, self.folder, self.placement = config, folder, placement
-        self.run_id, self.model_path, self.interrupt = run_id, model_path, interrupt
+        self.run_id, self.model_path, self.scratch = run_id, model_path, scratch
+        self.interrupt = interrupt
         self.board = Board(config)
         sinks: list[MetricSink] = [JsonlSink(folder.metrics, folder.events), self.board]
         if config.log.wandb != "off":
@@ -86,7 +87,7 @@ class Run:
         """Start every role; the ready actors with what they announced, and the learners."""
         c, p, log_of = self.config, self.placement, self.folder.log_of
         self.phase("starting Ray")
-        self.cluster = cluster = Cluster(c, p, self.run_id)
+        self.cluster = cluster = Cluster(c, p, self.run_id, self.scratch)
         self.interrupt.install()
         self.phase("starting the buffer")
         buffer = cluster.start(BufferHost, c, log_of("buffer-0"), self.run_id, self.hub.endpoint)

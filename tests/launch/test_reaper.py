@@ -53,7 +53,7 @@ import os, subprocess, sys, time
 from asyncrl.launch.reaper import Guard, MARK
 run_id = sys.argv[1]
 os.environ[MARK] = run_id
-guard = Guard(run_id)
+guard = Guard(run_id, sys.argv[3])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
                          start_new_session=True)
 print(child.pid, guard._process.pid, flush=True)
@@ -65,9 +65,13 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("how", ["killed", "dismiss"])
-def test_guard_sweeps_when_the_launcher_is_killed(run_id, how):
+def test_guard_sweeps_when_the_launcher_is_killed(run_id, how, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     launcher = subprocess.Popen(
-        [sys.executable, "-c", GUARDED, run_id, how], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", GUARDED, run_id, how, str(scratch)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     child, guard = (psutil.Process(int(p)) for p in launcher.stdout.readline().split())
     if how == "dismiss":
@@ -80,6 +84,7 @@ def test_guard_sweeps_when_the_launcher_is_killed(run_id, how):
         psutil.wait_procs([child, guard], timeout=30)
         assert not child.is_running()
         assert not guard.is_running()
+        assert not scratch.exists()
     else:
         assert child.is_running()
         child.kill()
