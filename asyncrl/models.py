@@ -17,6 +17,7 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.config.check import BUILT_IN_MODELS
+from asyncrl.config.paths import expand
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import ModelError
 from asyncrl.model_store import hub
@@ -83,7 +84,7 @@ def resolve(name: str, say: Say = _quiet) -> Path:
         return make_once("smollm2-135m", lambda f: _make_smollm2(f, say), say)
     if name == "tiny":
         return make_once(TINY_FOLDER, lambda f: _make_tiny(f, say), say)
-    path = Path(name).expanduser()
+    path = expand(name, "model.name")
     if name and path.is_dir():
         check_folder(path, name)
         return path.absolute()

@@ -130,15 +130,16 @@ def _some_prompt_fits(config: Config, model_path: Path) -> None:
     except Exception as e:  # the library raises nothing narrower
         raise ModelError(f"model.name={config.model.name}: {file} cannot be read: {e}") from e
     limit = config.rollout.max_prompt_tokens
-    texts = [
-        prompt.text or " ".join(m["content"] for m in prompt.messages or ())
+    # Each text once, and no more of it than can matter: a token has few characters.
+    texts = {
+        (prompt.text or " ".join(m["content"] for m in prompt.messages or ()))[: limit * 64]
         for _, prompt in itertools.islice(make_prompts(config), PROMPTS_LOOKED_AT)
-    ]
-    lengths = [len(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    }
+    lengths = [len(e.ids) for e in tokenizer.encode_batch(sorted(texts), add_special_tokens=False)]
     if min(lengths) > limit:
         raise ConfigError(
-            f"rollout.max_prompt_tokens={limit} is smaller than each of the first {len(lengths)} "
-            f"prompts ({min(lengths)} to {max(lengths)} tokens), so a batch can never fill: "
+            f"rollout.max_prompt_tokens={limit} is smaller than each of the first prompts ("
+            f"{min(lengths)} to {max(lengths)} tokens), so a batch can never fill: "
             f"raise it to {max(lengths)} and room for the chat template"
         )
 
@@ -168,7 +169,11 @@ def run_path(config: Config, name: str) -> Path:
 
     folder = RunFolder(config, name)
     path = Path(folder.path)
-    if path.exists():
+    try:
+        exists = path.exists()
+    except OSError as e:  # a name that is too long, say
+        raise ConfigError(f"run.dir={config.run.dir}: {e.strerror}: set run.dir to a folder") from e
+    if exists:
         raise ConfigError(
             f"run.name={folder.name}: {path} exists already; choose another name or remove it"
         )

@@ -41,6 +41,7 @@ class Books:
         self.next_batch = 1
         self.committed = 0
         self.last_failure: tuple[FailureKind, str] | None = None  # of a prompt or reward
+        self.attempts_in_vain = 0  # data or reward failures, since a sample was accepted
         self.failed_in_a_row = 0  # groups, since one got all its members
         self.filtered_in_a_row = 0  # groups, since one was kept
         self.payload_bytes = 0

@@ -106,6 +106,12 @@ def hopeless(b: Books) -> str:
                 f"{b.failed_in_a_row} groups in a row failed and none completed, the last for its "
                 f"{kind} ({reason}): check {_LOOK_AT[kind]}"
             )
+        attempts = max(32, 2 * r.group_size * r.max_attempts)
+        if kind is FailureKind.REWARD and b.attempts_in_vain > attempts:
+            return (
+                f"{b.attempts_in_vain} attempts in a row failed and no sample came in between, the "
+                f"last for its {kind} ({reason}): check {_LOOK_AT[kind]}"
+            )
     if b.filtered_in_a_row > max(64, 16 * r.groups_per_batch):
         return (
             f"{b.filtered_in_a_row} groups in a row had all rewards equal and were left out by "

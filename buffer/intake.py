@@ -41,6 +41,7 @@ def accept(b: Books, envelope: Envelope, now: float) -> Status:
     member.dispatch, member.envelope, member.accepted_s = dispatch, envelope, now
     b.payload_bytes += envelope.nbytes
     b.totals["completed"] += 1
+    b.attempts_in_vain = 0
     group.unresolved -= 1
     if not group.unresolved:
         _complete(b, group)
@@ -70,6 +71,7 @@ def fail(
         b.lose(dispatch)
         return "accepted"
     b.last_failure = (kind, reason)
+    b.attempts_in_vain += 1
     dispatch.lease.deadline_s = now + b.rules.lease_timeout_s
     b.settle(dispatch, State.FAILED)
     member = group.members[sample.sample]
@@ -104,7 +106,7 @@ def _trainable(b: Books, h: SampleHeader, dispatch: Dispatch) -> bool:
     """Whether the sample keeps the bound wherever its group is consumed, by its own stamp."""
     position = b.order.position(dispatch.lease.group)
     return (
-        h.version_min >= dispatch.lease.version
+        h.version_max >= h.version_min >= dispatch.lease.version
         and position <= admission_limit(b, h.version_min.version)
         and math.isfinite(h.reward)
     )

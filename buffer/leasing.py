@@ -11,10 +11,14 @@ from asyncrl.types import Lease, Version
 
 
 def admission_limit(b: Books, version: int) -> int:
-    """The last position that an actor with this applied version may be leased."""
-    r = b.rules
+    """The last position that an actor with this applied version may be leased.
+
+    A version beyond what is published counts as the next one: an actor may have applied that
+    before the learner's word of it came here, and no other can exist.
+    """
+    r, known = b.rules, min(version, b.version.version + 1)
     return staleness.max_admissible_position(
-        r.window, version, r.max_staleness, r.groups_per_batch, r.batches_per_publication
+        r.window, known, r.max_staleness, r.groups_per_batch, r.batches_per_publication
     )
 
 

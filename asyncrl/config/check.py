@@ -78,6 +78,17 @@ def check(
         raise ConfigError("\n".join(problems[:10] + more))
 
 
+def _text(c: _Context) -> Iterator[str]:
+    for key, value in c.flat.items():
+        if not isinstance(value, str):
+            continue
+        one_line = key.startswith("run.") or key.endswith((".path", ".name"))
+        if "\0" in value or (one_line and not value.isprintable()):
+            yield f"{key}={value!r} holds a character that is not printable: remove it"
+    if not c.config.run.dir:
+        yield "run.dir is empty: name a folder, or remove it for the default"
+
+
 def _batch(c: _Context) -> Iterator[str]:
     batch, n = c.config.learner.batch_size, c.config.rollout.group_size
     if batch % n:
@@ -281,5 +292,5 @@ def _names(c: _Context) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[_Context], Iterator[str]], ...] = (
-    _batch, _admission, _lengths, _loss, _task, _eval, _devices, _names,
+    _text, _batch, _admission, _lengths, _loss, _task, _eval, _devices, _names,
 )  # fmt: skip

@@ -133,7 +133,7 @@ class OptimConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay, on matrices only."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up, down to 0 at `run.steps`."""
+    """Shape after the warm-up; linear and cosine would reach 0 with the batch after `run.steps`."""
     warmup_steps: NonNegative = 0
     """Linear warm-up, in optimizer batches."""
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from asyncrl.config.paths import expand
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import ConfigError
 
@@ -27,7 +28,7 @@ def find(name: str) -> Path:
     known = shipped()
     if name in known:
         return known[name]
-    path = Path(name).expanduser()
+    path = expand(name, "--config")
     if path.is_dir():
         raise ConfigError(f"--config {name}: is a folder, expected a YAML file or a shipped name")
     if path.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TextIO
 
@@ -23,7 +24,7 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
     >>> sparkline([0, 1, 2, 3], width=4)
     '▁▃▆█'
     """
-    data = list(values)
+    data = [v for v in values if math.isfinite(v)]
     if len(data) > width:
         step = len(data) / width
         buckets = [data[int(i * step) : max(int((i + 1) * step), int(i * step) + 1)]
@@ -32,7 +33,7 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
     if not data:
         return ""
     low, high = min(data), max(data)
-    if high == low:
+    if high == low or not math.isfinite(high - low):
         return _BARS[3] * len(data)
     return "".join(_BARS[round((v - low) / (high - low) * (len(_BARS) - 1))] for v in data)
 
@@ -138,13 +139,13 @@ class ConsoleView:
             f"{m.get('throughput/train_tok_s', 0):.0f} tok/s   ranks {c.cluster.learners}"
             f"   waiting {share(m.get('idle/trainer_frac'))}",
         )
-        for row in self._buffer_rows():
-            table.add_row(*row)
+        for label, text in self._buffer_rows():
+            table.add_row(label, Text(text))  # quotes users' errors, which are no markup
         for version, evaluation in sorted(b.evals.items()):
             table.add_row(
                 f"eval v{version}", f"{evaluation.score:.3f} on {evaluation.prompts} held out"
             )
-        return Panel(table, title=self.title, subtitle="Ctrl-C stops in order", expand=True)
+        return Panel(table, title=Text(self.title), subtitle="Ctrl-C stops in order", expand=True)
 
     def _buffer_rows(self) -> list[tuple[str, str]]:
         stats = self.board.stats

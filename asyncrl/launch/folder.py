@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.config.paths import expand
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -21,7 +22,7 @@ class RunFolder:
     def __init__(self, config: Config, preset: str) -> None:
         name = config.run.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.name = name
-        self.path = os.path.abspath(os.path.join(config.run.dir, name))
+        self.path = os.path.abspath(expand(config.run.dir, "run.dir") / name)
         self.logs = os.path.join(self.path, "logs")
         self.metrics = os.path.join(self.path, "metrics.jsonl")
         self.events = os.path.join(self.path, "events.jsonl")

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 
@@ -20,21 +21,28 @@ MARK = "ASYNCRL_RUN_ID"
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
-    """Processes of the run, this one and its parents left out."""
+    """Processes of the run and all below them, this one and its parents left out."""
     me = psutil.Process()
     spare = {me.pid, *(p.pid for p in me.parents())}
-    found = []
+    wanted = f"{MARK}={run_id}".encode()
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         if process.pid in spare:
             continue
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == run_id and not _is_guard(process):
-                found.append(process)
-    return found
+            # The raw file: a process that set a title of its own may have overwritten the first
+            # entries (psutil reads only up to there), or all: such a one is found below its parent.
+            raw = Path(f"/proc/{process.pid}/environ").read_bytes()
+            if wanted in raw.split(b"\0"):
+                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+    return [p for pid, p in found.items() if pid not in spare and not _is_guard(p)]
 
 
 def _is_guard(process: psutil.Process) -> bool:
-    return "asyncrl.launch.reaper" in process.cmdline()
+    try:
+        return "asyncrl.launch.reaper" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 def sweep(run_id: str, grace_s: float = 2.0) -> list[int]:

@@ -12,6 +12,7 @@ more batches; what does not end within DRAIN_S is killed. A second Ctrl-C kills 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any, Literal, TextIO
 
 from asyncrl import wire
@@ -32,6 +33,8 @@ from asyncrl.roles import RoleSettings
 DRAIN_S = 20.0
 """How long a stopping run may take before what is left is killed."""
 TICK_S = 0.25
+LAUNCHER_PATIENCE_S = 5.0
+"""Deadline of the launcher's own questions to the buffer."""
 
 
 class Run:
@@ -58,6 +61,7 @@ class Run:
         self.client: BufferClient | None = None
         self.names: dict[Any, str] = {}
         self.ended = "failed"
+        self.buffer_gone = False
         self._stopping_since: float | None = None
 
     # --- start ---------------------------------------------------------------------------
@@ -71,7 +75,7 @@ class Run:
             if actors:
                 self.train(actors, learners)
             else:
-                self.ended = "interrupted"
+                raise KeyboardInterrupt
         except KeyboardInterrupt:
             self.ended = "killed" if self.interrupt.count > 1 else "interrupted"
             self.view.say(f"{self.ended} while {self.board.phase}")
@@ -93,7 +97,9 @@ class Run:
         buffer = cluster.start(BufferHost, c, log_of("buffer-0"), self.run_id, self.hub.endpoint)
         endpoint = self.wait_one(buffer.start.remote(), "buffer-0", 60.0)
         self.names[buffer.run.remote()] = "buffer-0"
-        self.client = BufferClient(endpoint, self.run_id, "launcher", 0)
+        self.client = BufferClient(
+            endpoint, self.run_id, "launcher", 0, timeout_s=LAUNCHER_PATIENCE_S
+        )
         self.client.hello()
         learners = [
             cluster.start(
@@ -230,7 +236,8 @@ class Run:
         now = time.monotonic()
         if now - getattr(self, "_looked", 0.0) > 1.0 and self.client is not None:
             self._looked = now
-            self.board.stats = self.client.stats()
+            with suppress(DeadlineError):  # a buffer that died is told by the next ray.wait
+                self.board.stats = self.client.stats()
 
     def tell_evals(self, at_end: bool = False) -> None:
         """Write `eval/<task>/score` once all actors' shares of a version are in."""
@@ -256,6 +263,7 @@ class Run:
         """
         import ray
 
+        self.buffer_gone = self.buffer_gone or (name == "buffer-0" and ref in self.names)
         try:
             return ray.get(ref)
         except ray.exceptions.RayTaskError as e:
@@ -276,7 +284,7 @@ class Run:
     def summarise(self) -> None:
         """Write summary.json and say the last lines."""
         stats = None
-        if self.client is not None:
+        if self.client is not None and not self.buffer_gone:
             try:
                 stats = self.client.stats()
             except AsyncRLError as e:
@@ -285,8 +293,8 @@ class Run:
         self.hub.drain()
         self.tell_evals(at_end=True)
         self.hub.close()
-        self.view.close()
         self.folder.write_summary(summary_of(self.board, stats, self.ended, self.run_id))
+        self.view.close()
         for line in last_lines(self.board, stats, self.ended):
             self.view.say(line)
         self.view.say(f"files: {self.folder.path}")

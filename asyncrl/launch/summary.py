@@ -25,11 +25,10 @@ def last_lines(board: Board, stats: Stats | None, ended: str) -> Iterator[str]:
     """The console's last lines but one."""
     for version, entry in sorted(board.evals.items()):
         yield f"eval of version {version}: {entry.score:.3f} on {entry.prompts} held out"
-    if board.step:
-        yield (
-            f"{ended}: {board.step} steps, version {board.version}, "
-            f"reward {board.rewards[0]:.3f} -> {board.rewards[-1]:.3f}"
-        )
+    line = f"{ended}: {board.step} steps, version {board.version}"
+    if board.rewards:
+        line += f", reward {board.rewards[0]:.3f} -> {board.rewards[-1]:.3f}"
+    yield line
     if stats is not None:
         yield ledger_line(stats)
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from asyncrl.config.paths import expand
 from asyncrl.config.schema import Config, TaskConfig
 from asyncrl.config.suggest import did_you_mean, short
 from asyncrl.errors import ConfigError, DataError
@@ -73,7 +74,7 @@ def read_prompts(path: str, setting: str, task: TaskConfig) -> list[Prompt]:
     Raises:
         DataError: the file is missing, unreadable or empty, or a line is malformed.
     """
-    file = Path(path).expanduser()
+    file = expand(path, setting)
     try:
         data = file.read_bytes()
     except FileNotFoundError:

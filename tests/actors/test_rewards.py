@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.actors.rewards import RewardWorker, resolve_reward, reward_spec
@@ -43,6 +43,7 @@ def test_the_last_number(text: str, value: Fraction | None) -> None:
     assert find_last_number(text) == value
 
 
+@settings(deadline=None)
 @given(
     st.integers(-(10**15), 10**15), st.sampled_from(["{}", "{}.", "{}.00", "${}", "= {} apples"])
 )
@@ -53,6 +54,7 @@ def test_numbers_are_compared_by_value(n: int, form: str) -> None:
     assert last_number(Prompt(answer=f"work\n#### {n + 1}"), grouped, "stop") == 0.0
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_is_scored(text: str) -> None:
     assert last_number(Prompt(answer="5"), text, "stop") in (0.0, 1.0)

@@ -187,7 +187,10 @@ def test_a_newer_incarnation_with_too_low_a_version_is_not_trained() -> None:
     ledger = make()
     leases = ledger.lease("a", Version(0, 1), 12, now=0)
     assert give(ledger, leases[5], 0, version_min=Version(1, 0)) == "unknown"
-    assert give(ledger, leases[5], 1, version_min=Version(1, 1)) == "accepted"
+    assert (
+        give(ledger, leases[5], 1, version_min=Version(1, 1), version_max=Version(1, 1))
+        == "accepted"
+    )
 
 
 def test_data_failures_shrink_a_group_then_remove_it() -> None:
@@ -511,3 +514,26 @@ def test_with_actors_that_go_on_every_batch_completes(
                 break
     assert batch > batches, ledger.waiting_for(batch, now)
     assert ledger.conserved()
+
+
+def test_rewards_that_fail_without_one_success_are_given_up_early() -> None:
+    ledger = make(group_size=2, max_attempts=3)
+    failed = 0
+    while not ledger.hopeless():
+        for lease in ledger.lease("a", Version(0, 0), 8, now=0):
+            for k in lease.samples:
+                ledger.fail(
+                    "a", lease.lease, lease.group.sample(k), FailureKind.REWARD, "took 10 s", now=0
+                )
+                failed += 1
+        assert failed < 200
+    assert failed <= 40
+    assert "took 10 s" in ledger.hopeless()
+
+
+def test_a_version_that_cannot_exist_admits_no_more_than_the_next_one() -> None:
+    ledger = make()
+    modest = make()
+    wild = ledger.lease("a", Version(0, 10**6), 2**62, now=0)
+    next_one = modest.lease("a", Version(0, 1), 2**62, now=0)
+    assert len(wild) == len(next_one) > 0

@@ -63,6 +63,10 @@ BAD = [
     (["launch", "--dry-run", "model.name=./nowhere"], "error: model.name=./nowhere: no such folder"),
     (["launch", "-c", "missing.yaml"], "error: --config missing.yaml: no such file in "),
     (["launch", "--actors", "0"], "error: cluster.actors=0 (--actors): must be greater than 0"),
+    (["launch", "--dry-run", 'run.name="a\\tb"'], "error: run.name='a\\tb' holds a character that is not printable"),
+    (["launch", "--dry-run", "run.dir="], "error: run.dir"),
+    (["launch", "--dry-run", f"run.dir={'a' * 300}"], "File name too long"),
+    (["launch", "-c", "~nobody-of-that-name/x.yaml"], "write the folder out"),
     (["launch", "--frobnicate"], "No such option: --frobnicate"),
     (["lanch"], "No such command 'lanch'"),
     (["model", "fetch", "smolm2-135m"], "did you mean smollm2-135m?"),
@@ -170,7 +174,7 @@ def test_dry_run_refuses_a_limit_that_no_prompt_meets(
     task = ("task.kind=jsonl", "task.path=long.jsonl", "eval.samples=0")
     assert dry_run(model, *task, "rollout.max_prompt_tokens=4") == 2
     assert (
-        "error: rollout.max_prompt_tokens=4 is smaller than each of the first 64 prompts "
+        "error: rollout.max_prompt_tokens=4 is smaller than each of the first prompts "
         "(5 to 9 tokens), so a batch can never fill"
     ) in capfd.readouterr().err
     assert dry_run(model, *task, "rollout.max_prompt_tokens=5") == 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import fields
@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import shipped
 from asyncrl.errors import ConfigError
 
-TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40)
 
 
 def write(folder: Path, text: str | bytes) -> str:
@@ -217,6 +217,7 @@ def test_rendering_names_the_sources() -> None:
     assert len(columns) == 1
 
 
+@settings(deadline=None)
 @given(
     name=st.text("abcxyz0189-_.", min_size=1, max_size=12).filter(lambda s: s.strip(".")),
     template=TEXT,
@@ -237,6 +238,7 @@ def test_rendered_configuration_reads_back_equal(
     assert load(path).config == config
 
 
+@settings(deadline=None)
 @given(TEXT)
 def test_text_overrides_are_taken_as_they_stand(text: str) -> None:
     assume("${" not in text)
@@ -245,6 +247,7 @@ def test_text_overrides_are_taken_as_they_stand(text: str) -> None:
     assert parse_override("task.system_prompt", text) == text
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**30), 10**30) | st.floats(allow_nan=False))
 def test_number_overrides(number: float) -> None:
     text = repr(number).replace("inf", ".inf")

@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.config.schema import Config, EvalConfig, RunConfig
 from asyncrl.launch.board import Board
-from asyncrl.launch.console import ConsoleView
-from asyncrl.launch.summary import ledger_line, summary_of
+from asyncrl.launch.console import ConsoleView, sparkline
+from asyncrl.launch.summary import last_lines, ledger_line, summary_of
 from asyncrl.wire import Stats
 
 COUNTS = {"dispatched": 10, "trained": 6, "dropped_stale": 0, "filtered": 1, "failed": 0,
@@ -94,3 +94,27 @@ def test_a_run_that_never_trained_has_nulls_and_no_zeros():
     for key in ("ledger", "conserved", "samples_s", "first_step_s", "training_s"):
         assert summary[key] is None
     assert summary["staleness"]["head_max"] is None
+
+
+def test_users_words_are_not_markup(board):
+    waits = "batch 3; last failure: reward: ValueError: bad [/b] in [/tmp/x]"
+    board.stats = Stats(
+        counts=COUNTS, gauges={}, conserved=True, state="running", waiting_for=waits
+    )
+    out = io.StringIO()
+    view = ConsoleView(board, title="asyncrl · run[bold]", mode="off", file=out)
+    view.console.width = 120
+    view.console.print(view._panel())
+    assert waits in out.getvalue()
+    assert "run[bold]" in out.getvalue()
+
+
+def test_steps_without_a_reward_are_summed_up_too():
+    board = Board(Config())
+    board.write(record("learner", 0, 1, 0, {"loss/tokens": 5.0}))
+    assert list(last_lines(board, None, "finished")) == ["finished: 1 steps, version 0"]
+
+
+def test_sparkline_stands_what_floats_can_be():
+    assert sparkline([1e308, -1e308]) != ""
+    assert sparkline([float("nan"), float("inf")]) == ""

@@ -17,9 +17,11 @@ STUBBORN = (
 )
 
 
-def start(code, run_id):
+def start(code, run_id, *arguments):
     process = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {MARK: run_id}, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {MARK: run_id},
+        stdout=subprocess.PIPE,
     )
     assert process.stdout.readline() == b"up\n"
     return process
@@ -46,6 +48,28 @@ def test_sweep_ends_only_the_run_s_processes(run_id):
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+PARENT_OF_TITLED = """
+import subprocess, sys, time
+code = "from setproctitle import setproctitle; setproctitle('x' * 300);" + sys.argv[1]
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_overwrote_its_environment_is_found(run_id):
+    """Setting a title, as Ray's and vLLM's processes do, may overwrite the environment."""
+    process = start(PARENT_OF_TITLED, run_id, SLEEPER)
+    (child,) = psutil.Process(process.pid).children()
+    assert child.environ().get(MARK) is None
+    assert {p.pid for p in processes_of(run_id)} == {process.pid, child.pid}
+    sweep(run_id)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    process.wait()
+    process.stdout.close()
 
 
 GUARDED = """
