@@ -21,6 +21,7 @@ help:
 
 $(VENV)/.installed-$(KIND): requirements/torch.txt requirements/$(KIND).txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch, vLLM and Ray into $(VENV): a few minutes and 2 to 3 GB the first time"
 ifeq ($(KIND),cpu)
 	$(PIP) install -q --no-compile -r requirements/torch.txt
 	$(PIP) install -q --no-compile --no-deps -r requirements/cpu.txt

@@ -203,7 +203,7 @@ class WeightsCommit(Message, frozen=True, kw_only=True, tag="weights_commit"):
 
 
 class Record(Message, frozen=True, kw_only=True, tag="record"):
-    """One line of metrics.jsonl (DESIGN section 7), or an event for events.jsonl."""
+    """One line of metrics.jsonl (docs/metrics.md), or an event for events.jsonl."""
 
     role: str
     rank: int

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 STATES = (
     "sync", "train", "generate", "reward", "put_wait", "get_wait", "eval", "checkpoint", "idle",
 )  # fmt: skip
-"""What a process can be doing, highest priority first (DESIGN section 7)."""
+"""What a process can be doing, highest priority first (docs/metrics.md)."""
 
 WAITING = frozenset({"put_wait", "get_wait", "idle"})
 """States in which a process does no work of its own."""

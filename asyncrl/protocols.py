@@ -130,7 +130,7 @@ class MetricSink(Protocol):
     """A consumer of records (metrics.jsonl, the console, wandb)."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take one record (the fields of DESIGN section 7)."""
+        """Take one record (the fields of docs/metrics.md)."""
 
     def close(self) -> None:
         """Flush and end."""

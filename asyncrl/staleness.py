@@ -1,4 +1,4 @@
-"""The staleness arithmetic, in one place (definitions: DESIGN section 3, docs/architecture.md).
+"""The staleness arithmetic, in one place (definitions: docs/architecture.md).
 
 Letters: V the learner's version for the batch that consumes a sample, v the version of a token,
 S `buffer.max_staleness` in versions, W the window in groups, G groups per batch, n optimizer

@@ -1,4 +1,4 @@
-"""The conservation law, kept in two independent ways (DESIGN section 3).
+"""The conservation law, kept in two independent ways (docs/architecture.md).
 
 dispatched = trained + dropped_stale + filtered + failed + requeued + duplicate + held, where
 `held` is the size of {leased, queued, assembling, assigned}. One count is kept by transitions

@@ -45,7 +45,7 @@ from asyncrl.types import (
 
 
 class Ledger:
-    """Leases, admission, order, group assembly, assignment and conservation (DESIGN section 3).
+    """Leases, admission, order, group assembly, assignment and conservation (docs/architecture.md).
 
     Every `now` is in seconds of one clock of the caller's, and must not go back. `prompts` may
     end; each group id in it is new.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 
@@ -58,4 +59,12 @@ def resolve_reward(spec: str) -> Reward:
             f"task.reward={spec}: is a {type(found).__name__}, expected a function "
             "(prompt, response, finish_reason) -> float"
         )
+    try:
+        inspect.signature(found).bind(None, "", "")
+    except TypeError as e:
+        raise UserError(
+            f"task.reward={spec}: cannot be called with (prompt, response, finish_reason): {e}"
+        ) from e
+    except ValueError:  # a builtin without a signature: the first call will tell
+        pass
     return found

@@ -1,6 +1,6 @@
 """Refuses settings that are well typed and cannot work: inactive, half set, or deadlocking.
 
-Pure: nothing is imported, opened or probed. Every message has the field, its value, the
+Nothing is imported, opened or probed. Every message has the field, its value, the
 reason and the fix. `asyncrl.preflight` checks what needs the disk.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from asyncrl.config import fields
 from asyncrl.config.schema import Config
+from asyncrl.config.sources import shipped
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import ConfigError
 
@@ -30,17 +31,21 @@ class _Context:
     sources: Mapping[str, str]
     flat: Mapping[str, object]
     device: str
+    shipped: frozenset[str]
+    """File names of the shipped configurations."""
 
     def given(self, key: str) -> bool:
         """True if somebody set the field, to something else than null.
 
-        In a file the default value does not count: a run's config.yaml holds every field.
+        In a file the default value does not count: a run's config.yaml holds every field. What
+        a shipped file sets does not count either.
         """
         source, value = self.sources.get(key, "default"), self.flat[key]
-        in_file = ":" in source
-        return source != "default" and value is not None and not (
-            in_file and value == _DEFAULTS[key]
-        )  # fmt: skip
+        file, is_file, _ = source.partition(":")
+        if source == "default" or value is None:
+            return False
+        # Whoever starts from a shipped file may turn off what its other lines are for.
+        return not is_file or (value != _DEFAULTS[key] and file not in self.shipped)
 
     def named(self, key: str) -> str:
         """`key=value (where)`."""
@@ -70,8 +75,9 @@ def check(
         ConfigError: every refusal (at most ten), one a line.
     """
     context = _Context(
-        config, sources or {}, fields.flatten(config), device or config.cluster.device
-    )
+        config, sources or {}, fields.flatten(config), device or config.cluster.device,
+        frozenset(path.name for path in shipped().values()),
+    )  # fmt: skip
     problems = [text for rule in _RULES for text in rule(context)]
     if problems:
         more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
@@ -113,7 +119,7 @@ def _batch(c: _Context) -> Iterator[str]:
 
 
 def _admission(c: _Context) -> Iterator[str]:
-    """DESIGN section 3: position p is leased iff p + W <= (v_a + S + 1) * G * n."""
+    """docs/architecture.md: position p is leased iff p + W <= (v_a + S + 1) * G * n."""
     s, w = c.config.buffer.max_staleness, c.config.buffer.window
     n = c.config.learner.batches_per_publication
     per_version = max(1, c.config.groups_per_batch) * n

@@ -109,7 +109,7 @@ class EngineConfig(Section):
 
 
 class BufferConfig(Section):
-    """Staleness, order and flow (DESIGN section 3)."""
+    """Staleness, order and flow (docs/architecture.md)."""
 
     max_staleness: NonNegative = 2
     """S, in versions: no trained token is staler. 0 is synchronous training."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,7 @@ class Board:
     training_began: float | None = None
     last_step_at: float = 0.0
     first: dict[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
+    _generated: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=2))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one record of any role."""
@@ -71,6 +73,8 @@ class Board:
         now = time.monotonic()
         if record["step"] <= self.step:
             return
+        tokens = sum(a.get("actor/generated_tokens", 0.0) for a in self.actors.values())
+        self._generated.append((now, tokens))
         if self.step:
             self.samples_s.append(self.config.learner.batch_size / (now - self.last_step_at))
         else:
@@ -99,8 +103,11 @@ class Board:
         return (self.config.run.steps - self.step) * self.config.learner.batch_size / pace
 
     def gen_tok_s(self) -> float:
-        """Generated tokens/s over all actors."""
-        return sum(a.get("throughput/gen_tok_s", 0.0) for a in list(self.actors.values()))
+        """Generated tokens/s over all actors since the last step but one; at first, of now."""
+        if len(self._generated) < 2:
+            return sum(a.get("throughput/gen_tok_s", 0.0) for a in list(self.actors.values()))
+        (then, before), (now, after) = self._generated
+        return (after - before) / (now - then)
 
     def actors_idle(self) -> float | None:
         """Mean share of the actors' last second spent waiting."""

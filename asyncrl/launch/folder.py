@@ -1,4 +1,4 @@
-"""A run's folder (DESIGN section 11): made once, never reused silently."""
+"""A run's folder: made once, never reused silently."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from asyncrl.launch.console import ConsoleView
 from asyncrl.launch.folder import RunFolder, last_words
 from asyncrl.launch.hosts import ActorHost, BufferHost, LearnerHost
 from asyncrl.launch.interrupt import Interrupt
-from asyncrl.launch.summary import last_lines, summary_of
+from asyncrl.launch.summary import evaluation_line, last_lines, summary_of
 from asyncrl.metrics import Hub, JsonlSink
 from asyncrl.protocols import MetricSink
 from asyncrl.roles import RoleSettings
@@ -155,6 +155,8 @@ class Run:
         import ray
 
         deadline = time.monotonic() + self.config.cluster.ready_timeout_s
+        evaluate = self.config.eval.at_start and self.config.eval.samples
+        first = f" (actors evaluate {evaluate} held-out prompts first)" if evaluate else ""
         total, ready = len(waiting), []
         while waiting:
             done, _ = ray.wait([*waiting, *self.names], num_returns=1, timeout=TICK_S)
@@ -168,7 +170,10 @@ class Run:
                     ready.append((name, handle, announced))
             if waiting:
                 names = ", ".join(n for n, _ in waiting.values())
-                self.phase(f"{total - len(waiting)} of {total} roles ready; waiting for {names}")
+                self.phase(
+                    f"{total - len(waiting)} of {total} roles ready; waiting for {names}{first}"
+                )
+                self.tell_evals()
             if self.interrupt.count:
                 return []
             if waiting and time.monotonic() > deadline:
@@ -211,7 +216,8 @@ class Run:
                     raise RoleDiedError(f"buffer-0 ended early; see {self.folder.log_of(name)}")
                 if name == "learner-0":
                     self.ended = "finished" if outcome == "finished" else "interrupted"
-                    self.phase("last evaluation" if self.config.eval.samples else "ending")
+                    last = self.ended == "finished" and self.config.eval.at_end
+                    self.phase("last evaluation" if last and self.config.eval.samples else "ending")
             self.look_at_buffer()
             self.tell_evals()
             self.view.refresh()
@@ -244,6 +250,7 @@ class Run:
         task, n = self.config.task.kind, self.config.learner.batches_per_publication
         for version, evaluation in self.board.finished_evals(at_end):
             evaluation.told = True
+            self.view.say(evaluation_line(version, evaluation))
             self.hub.write(
                 wire.Record(
                     role="launcher", rank=0, version=version, incarnation=0,

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from asyncrl.launch.board import Board
+from asyncrl.launch.board import Board, Evaluation
 from asyncrl.wire import Stats
 
 TERMS = ("trained", "dropped_stale", "filtered", "failed", "requeued", "duplicate", "held")
-"""The ends of a dispatch (DESIGN section 3): they add up to `dispatched`."""
+"""The ends of a dispatch (docs/architecture.md): they add up to `dispatched`."""
 
 
 def ledger_line(stats: Stats) -> str:
@@ -21,10 +21,15 @@ def ledger_line(stats: Stats) -> str:
     return f"ledger {verdict}: {stats.counts.get('dispatched', 0)} dispatched = {parts}"
 
 
+def evaluation_line(version: int, evaluation: Evaluation) -> str:
+    """One evaluation, in words."""
+    return f"eval of version {version}: {evaluation.score:.3f} on {evaluation.prompts} held out"
+
+
 def last_lines(board: Board, stats: Stats | None, ended: str) -> Iterator[str]:
     """The console's last lines but one."""
-    for version, entry in sorted(board.evals.items()):
-        yield f"eval of version {version}: {entry.score:.3f} on {entry.prompts} held out"
+    for version, evaluation in sorted(board.evals.items()):
+        yield evaluation_line(version, evaluation)
     line = f"{ended}: {board.step} steps, version {board.version}"
     if board.rewards:
         line += f", reward {board.rewards[0]:.3f} -> {board.rewards[-1]:.3f}"
@@ -34,7 +39,7 @@ def last_lines(board: Board, stats: Stats | None, ended: str) -> Iterator[str]:
 
 
 def summary_of(board: Board, stats: Stats | None, ended: str, run_id: str) -> dict[str, Any]:
-    """The content of summary.json (DESIGN section 11); null where there is no value."""
+    """The content of summary.json; null where there is no value."""
 
     def median(values: list[float]) -> float | None:
         return statistics.median(values) if values else None
@@ -58,7 +63,7 @@ def summary_of(board: Board, stats: Stats | None, ended: str, run_id: str) -> di
         },
         "staleness": {
             "limit": board.config.buffer.max_staleness,
-            "head_mean": median(board.staleness_mean),
+            "head_mean_p50": median(board.staleness_mean),
             "head_max": board.staleness_max if board.staleness_mean else None,
         },
         "samples_s": median(board.samples_s),

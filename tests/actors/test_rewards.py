@@ -121,6 +121,7 @@ class Table:
     def method(prompt, response, finish_reason): return 7
 
 number = 3
+def one_argument(prompt): return 1.0
 """
 
 
@@ -257,6 +258,7 @@ def test_close_fails_the_calls_under_way_and_later_ones() -> None:
     [
         ("user_reward:nope", "task.reward=user_reward:nope: user_reward has no 'nope'"),
         ("user_reward:number", "is a int, expected a function"),
+        ("user_reward:one_argument", "cannot be called with (prompt, response, finish_reason)"),
         ("no_such_module:f", "no module 'no_such_module' (looked in "),
         ("user_broken:f", "importing user_broken failed: SystemExit: no"),
     ],

@@ -1,4 +1,4 @@
-"""The ledger against a slow literal model of DESIGN section 3, under any order of events."""
+"""The ledger against a slow literal model of docs/architecture.md, under any order of events."""
 
 from __future__ import annotations
 

@@ -135,3 +135,11 @@ def test_at_most_ten_refusals() -> None:
 
 def test_the_number_of_toy_prompts() -> None:
     assert len(set(TEXTS)) == EVEN_DIGITS_PROMPTS
+
+
+def test_lines_of_a_shipped_file_do_not_count_as_set() -> None:
+    """Else nobody could start from one with another task."""
+    overrides = ["task.kind=jsonl", "task.path=x.jsonl", "eval.samples=0"]
+    assert load("quickstart", overrides).config.task.kind == "jsonl"
+    with pytest.raises(ConfigError, match=r"task.max_operand=20 \(override\) has no effect"):
+        load("quickstart", [*overrides, "task.max_operand=20"])

@@ -1,10 +1,13 @@
 """What the console and the summary say, from records as the roles send them."""
 
 import io
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.config.schema import Config, EvalConfig, RunConfig
+from asyncrl.launch import board as board_module
 from asyncrl.launch.board import Board
 from asyncrl.launch.console import ConsoleView, sparkline
 from asyncrl.launch.summary import last_lines, ledger_line, summary_of
@@ -20,7 +23,9 @@ def record(role, rank=0, step=0, version=0, metrics=None, event=None):
 
 
 @pytest.fixture
-def board():
+def board(monkeypatch):
+    now = itertools.count(0.0, 0.5)
+    monkeypatch.setattr(board_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     board = Board(Config(run=RunConfig(steps=4), eval=EvalConfig(samples=8)))
     board.training_began = board.started
     for rank, total in ((0, 1.0), (1, 3.0)):
@@ -28,7 +33,8 @@ def board():
         board.write(record("actor", rank, event=event))
     for k in (1, 2):
         board.write(record("actor", 0, k - 1, k - 1, {
-            "throughput/gen_tok_s": 100.0, "idle/actors_frac": 0.25,
+            "throughput/gen_tok_s": 7.0, "actor/generated_tokens": 50.0 * k,
+            "idle/actors_frac": 0.25,
             "time/generate_s": 3.0 * k, "time/idle_s": 1.0 * k}))  # fmt: skip
         board.write(record("learner", 0, k, k - 1, {
             "reward/mean": 0.25 * k, "staleness/head/mean": 0.5, "staleness/head/max": 1.0,
