@@ -62,7 +62,7 @@ class Actor:
             lease_timeout_s=LEASE_S, max_attempts=max_attempts, filter_zero_variance=False,
         )  # fmt: skip
         self.now = 0.0  # the buffer's clock
-        self.server = BufferServer(self.ledger, run_id="t", drain_s=0.0, clock=lambda: self.now)
+        self.server = BufferServer(self.ledger, run_id="t", clock=lambda: self.now)
         self.engine = engine or FakeEngine()
         self.scorer = scorer or Scorer()
         self.encode = encode or (lambda prompt: [1, 2, 3])
