@@ -12,7 +12,7 @@ import msgspec
 
 from asyncrl.types import FailureKind, Lease, SampleHeader, SampleId, Version
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the wire format; a message of another one is refused."""
 
 State = Literal["running", "stopping", "done"]
@@ -101,6 +101,15 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     reason: str
     final: Version | None = None
     """The last version, when the learner finished; actors wait for it before a last eval."""
+    evaluate: bool = False
+    """Whether the final version is to be evaluated: it is, unless somebody interrupted the run."""
+
+
+class Gone(Message, frozen=True, kw_only=True, tag="gone"):
+    """The launcher says that an actor's process has ended: its leases are free. Reply: Ok."""
+
+    actor: str
+    reason: str
 
 
 class StatsRequest(Message, frozen=True, kw_only=True, tag="stats_request"):
@@ -128,6 +137,8 @@ class Leases(Message, frozen=True, kw_only=True, tag="leases"):
     state: State = "running"
     final: Version | None = None
     """With state "done": the version to wait for."""
+    evaluate: bool = False
+    """With state "done": whether to evaluate it."""
     held_back: bool = False
     """True when admission, not a lack of prompts, is why there are none."""
 
@@ -166,11 +177,33 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     gauges: dict[str, float]
     conserved: bool
     state: State
+    final: Version | None = None
+    """As in Leases."""
+    evaluate: bool = False
+    """As in Leases."""
+    reason: str = ""
+    """Why the run is stopping or done."""
     waiting_for: str = ""
     """What the next batch lacks and who holds it; empty when it is complete."""
 
 
 # --- weights: learner rank 0 to each actor ---------------------------------------------------
+
+
+class Announce(Message, frozen=True, kw_only=True, tag="announce"):
+    """An actor says, about once a second, that it takes weights. To learner rank 0; no reply."""
+
+    name: str
+    pid: int
+    """Of the process that holds the engine: another pid is a restarted actor."""
+    endpoint: str
+    """Of its weight service."""
+    workers: int
+    """Engine workers, each a rank of the transfer group."""
+    applied: Version
+    """What its engine runs."""
+    ready: bool
+    """False while an earlier request of a publication is still being served."""
 
 
 class WeightsInit(Message, frozen=True, kw_only=True, tag="weights_init"):
@@ -202,8 +235,21 @@ class WeightsCommit(Message, frozen=True, kw_only=True, tag="weights_commit"):
 # --- metrics: any role to the hub -----------------------------------------------------------
 
 
+class OpenWait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something that a process waits for now."""
+
+    what: str
+    """E.g. "batch 31"."""
+    on: str
+    """Who can end the wait, e.g. "buffer-0: 12 samples held by actor-3 (lease 812, 41 s)"."""
+    age_s: float
+    """Since when."""
+    deadline_s: float | None = None
+    """Seconds left until it is given up; None where the other side has the deadline."""
+
+
 class Record(Message, frozen=True, kw_only=True, tag="record"):
-    """One line of metrics.jsonl (docs/metrics.md), or an event for events.jsonl."""
+    """One line of metrics.jsonl (docs/metrics.md), an event for events.jsonl, or open waits."""
 
     role: str
     rank: int
@@ -213,11 +259,13 @@ class Record(Message, frozen=True, kw_only=True, tag="record"):
     metrics: dict[str, float] = {}
     hist: dict[str, dict[str, list[float]]] = {}
     event: dict[str, Any] | None = None
+    waits: tuple[OpenWait, ...] | None = None
+    """All open waits of the process; None where the record does not speak of them."""
 
 
 AnyMessage = (
     Hello | LeaseRequest | Push | Progress | Fail | Pull | Commit | Published | Stop
-    | StatsRequest | Ok | Error | Leases | Ack | Part | NotYet | Stopped | Stats
-    | WeightsInit | WeightsBegin | WeightsReceive | WeightsCommit | Record
+    | Gone | StatsRequest | Ok | Error | Leases | Ack | Part | NotYet | Stopped | Stats
+    | Announce | WeightsInit | WeightsBegin | WeightsReceive | WeightsCommit | Record
 )  # fmt: skip
 """Whatever may arrive."""

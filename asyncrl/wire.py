@@ -18,16 +18,19 @@ import numpy as np
 from asyncrl.errors import WireError
 from asyncrl.messages import SCHEMA as SCHEMA
 from asyncrl.messages import Ack as Ack
+from asyncrl.messages import Announce as Announce
 from asyncrl.messages import AnyMessage
 from asyncrl.messages import Commit as Commit
 from asyncrl.messages import Error as Error
 from asyncrl.messages import Fail as Fail
+from asyncrl.messages import Gone as Gone
 from asyncrl.messages import Hello as Hello
 from asyncrl.messages import LeaseRequest as LeaseRequest
 from asyncrl.messages import Leases as Leases
 from asyncrl.messages import Message as Message
 from asyncrl.messages import NotYet as NotYet
 from asyncrl.messages import Ok as Ok
+from asyncrl.messages import OpenWait as OpenWait
 from asyncrl.messages import Part as Part
 from asyncrl.messages import Progress as Progress
 from asyncrl.messages import Published as Published

@@ -34,6 +34,21 @@ class RunConfig(Section):
     """Optimizer batches to train; the run ends after them."""
 
 
+class StopConfig(Section):
+    """What may end the run before `run.steps`, in order and with exit code 0; null is off."""
+
+    wall_s: Seconds | None = None
+    """Seconds since the launch; the batch in training ends first."""
+    epochs: Positive | None = None
+    """Passes over the prompts."""
+    reward: float | None = None
+    """Mean reward of the last `reward_batches` batches that is enough."""
+    reward_batches: Positive = 10
+    """Batches that the mean for `stop.reward` is taken over."""
+    nonfinite_losses: Positive | None = 3
+    """Batches in a row whose loss or gradient is not finite."""
+
+
 class ModelConfig(Section):
     """The policy."""
 
@@ -83,10 +98,12 @@ class RolloutConfig(Section):
     """Sampling temperature; the learner applies the same. vLLM would raise a lower one to 0.01."""
     max_in_flight: Positive = 64
     """Samples in flight per actor."""
-    lease_timeout_s: Seconds = 120.0
+    lease_timeout_s: Seconds = 30.0
     """A lease without tokens, rewards or results for this long expires; others take its samples."""
     max_attempts: Positive = 3
-    """Tries of a sample whose data or reward fails, the first included; then its group shrinks."""
+    """Tries of a sample whose data or reward fails, the first included; 1 tries nothing again."""
+    failed_member: Literal["shrink", "drop"] = "shrink"
+    """After its last try: the group goes on without the sample, or is dropped."""
 
 
 class EngineConfig(Section):
@@ -119,6 +136,8 @@ class BufferConfig(Section):
     """What the check at the learner does with a sample over the bound (0 in a healthy run)."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal: they carry no advantage."""
+    max_filtered_in_a_row: Positive | None = None
+    """Groups left out in a row that end the run; default: 16 batches of them, at least 64."""
 
 
 class OptimConfig(Section):
@@ -202,8 +221,21 @@ class ClusterConfig(Section):
     """Address of a running Ray cluster; null starts a local Ray."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
+    placement: Literal["packed", "spread", "explicit"] = "packed"
+    """packed: one machine after the other; spread: evenly over them; explicit: `*_places`."""
+    actor_places: tuple[str, ...] | None = None
+    """explicit: NODE or NODE:GPU,GPU of each actor, or one NODE for all; NODE is `local`, a
+    machine's address or host name, or a custom resource of the Ray cluster."""
+    learner_places: tuple[str, ...] | None = None
+    """explicit: the same for the learner ranks."""
     ready_timeout_s: Seconds = 600.0
-    """Training begins when all actors are ready or this has passed (with at least one)."""
+    """Deadline for the learners and the first actor; later actors join when they are ready."""
+    max_restarts: NonNegative = 5
+    """Restarts of an actor without a sample in between; then the run goes on without it."""
+    restart_backoff_s: Seconds = 1.0
+    """Wait before the first restart; doubled each time, at most 60 s."""
+    silent_after_s: Seconds = 10.0
+    """An actor that says nothing for this long loses its leases to others."""
 
 
 class EvalConfig(Section):
@@ -228,12 +260,26 @@ class LogConfig(Section):
     """Send the records to Weights & Biases too."""
     wandb_project: str = "asyncrl"
     """Project there."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files below the run's folder too."""
+    wait_warn_s: Seconds = 10.0
+    """A wait longer than this is written to the log, with whom it waits for."""
+
+
+class RecordConfig(Section):
+    """What is kept of the samples, in the run's `trajectories/`."""
+
+    trajectories: bool = True
+    """Keep every sample that reached the learner or was left out, as it was on the wire."""
+    max_gib: Annotated[float, Field(gt=0)] = 4.0
+    """Recording ends at this size; what came later is counted."""
 
 
 class Config(Section):
     """A whole run."""
 
     run: RunConfig = RunConfig()
+    stop: StopConfig = StopConfig()
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -244,6 +290,7 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+    record: RecordConfig = RecordConfig()
 
     @property
     def groups_per_batch(self) -> int:
