@@ -9,14 +9,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 CONFIG ?= quickstart
 ARGS ?=
+BENCH ?= startup async_vs_sync peers
 
-.PHONY: help run install install-dev test lint soak clean
+.PHONY: help run install install-dev bench-install bench test lint soak clean
 
 help:
 	@echo "make run       install, then launch CONFIG=$(CONFIG) (ARGS='key=value ...' are passed on)"
 	@echo "make test      install, then linters, types, import rules and every test that needs no GPU"
 	@echo "make lint      ruff, mypy and the import rules alone"
 	@echo "make soak      the long proofs"
+	@echo "make bench     the benchmarks: BENCH='startup async_vs_sync peers' into bench/results/ (hours; ARGS=--quick: minutes)"
 	@echo "make clean     remove the environment and caches"
 
 $(VENV)/.installed-$(KIND): requirements/torch.txt requirements/$(KIND).txt pyproject.toml
@@ -53,6 +55,19 @@ test: lint
 
 soak: install-dev
 	$(BIN)/python -m pytest -m soak --timeout 7200
+
+$(VENV)/.installed-bench: $(VENV)/.installed-$(KIND) requirements/bench.txt
+	rm -rf $(VENV)/bench
+	$(PIP) install -q --no-deps --target $(VENV)/bench -r requirements/bench.txt
+	touch $@
+
+bench-install: $(VENV)/.installed-bench
+
+bench: bench-install
+	@set -e; for name in $(BENCH); do \
+		echo "bench $$name"; \
+		$(BIN)/python bench/$$name.py --json bench/results/$$name.json $(ARGS); \
+	done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroup
-from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+from torch.distributed.distributed_c10d import PrefixStore
+from vllm.distributed.utils import create_tcp_store, init_gloo_process_group
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
@@ -33,7 +34,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from asyncrl.actors.vllm_setup import HOST_PID_ENV
-from asyncrl.weights import TransferPlan, uses_loopback
+from asyncrl.weights import ARRIVED, GO, TransferPlan, uses_loopback
 
 
 @dataclass
@@ -75,19 +76,28 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.staged: list[tuple[str, torch.Tensor]] | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the group; a group joined before is left."""
+        """Join the group; a group joined before is left.
+
+        Raises:
+            RuntimeError: the sender called it off, since another member failed, or is gone.
+        """
         self.shutdown()
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        rank += init_info.rank_offset
         if uses_loopback(init_info.master_address):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        self.group = stateless_init_torch_distributed_process_group(
-            init_info.master_address,
-            init_info.master_port,
-            init_info.rank_offset + rank,
-            init_info.world_size,
-            "gloo",
-            timeout=timedelta(seconds=init_info.timeout_s),
+        timeout = timedelta(seconds=init_info.timeout_s)
+        store = create_tcp_store(
+            init_info.master_address, init_info.master_port,
+            world_size=init_info.world_size, is_master=False, wait_for_workers=False,
+            timeout=timeout,
+        )  # fmt: skip
+        store.set(ARRIVED.format(rank=rank), "")
+        if store.get(GO) != b"yes":
+            raise RuntimeError("gloo weight transfer: another member failed to join the group")
+        self.group = init_gloo_process_group(
+            PrefixStore("gloo", store), rank, init_info.world_size, timeout
         )
 
     def start_weight_update(self) -> None:

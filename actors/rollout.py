@@ -16,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,7 @@ from asyncrl.types import (
     Trajectory,
     Version,
 )  # fmt: skip
+from asyncrl.waits import Waits
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ class RolloutLoop:
 
     def __init__(
         self, config: Config, *, name: str, engine: Engine, client: AsyncBufferClient,
-        reward: Scorer, encode: Encode, shares: TimeShares, ids: IdLog,
+        reward: Scorer, encode: Encode, shares: TimeShares, ids: IdLog, waits: Waits | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.name = name
@@ -88,8 +91,11 @@ class RolloutLoop:
         self.encode = encode
         self.shares = shares
         self.ids = ids
+        self.waits = waits or Waits(name)
         self.generated_tokens = 0
         self.samples_pushed = 0
+        self.pushes, self.push_s = 0, 0.0  # answered, and how long they took altogether
+        self.first_token = asyncio.Event()
         self.failures: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking: set[asyncio.Task[wire.Leases]] = set()
@@ -153,16 +159,23 @@ class RolloutLoop:
                     self._start(lease)
 
     async def _ask(self, room: int) -> wire.Leases:
-        with self.shares.state("get_wait"):
+        with self.shares.state("get_wait"), self._asking_wait(room):
             return await self.client.lease(
                 self.name, self.engine.applied, capacity=room, wait_s=LEASE_WAIT_S
             )
+
+    def _asking_wait(self, room: int) -> AbstractContextManager[object]:
+        """Registered only when there is room: without, nothing is missing."""
+        if not room:
+            return nullcontext()
+        return self.waits.on(f"leases for {room} samples", owner="buffer-0: admission or prompts")
 
     def _start(self, lease: Lease) -> None:
         self._progress[lease.lease] = _Progress(open=len(lease.samples))
         samples = [lease.group.sample(k) for k in lease.samples]
         for sample in samples:
             self.ids.add("dispatched", sample, lease.lease)
+        self.ids.flush()  # an actor that is killed leaves the list of what it had
         try:
             if self.engine.applied < lease.version:
                 raise EngineError(
@@ -224,14 +237,18 @@ class RolloutLoop:
             sample, lease.lease, self.name, prompt_ids, generation, value,
             self.config.rollout.temperature,
         )  # fmt: skip
-        with self.shares.state("put_wait"):
+        began = time.monotonic()
+        with self.shares.state("put_wait"), self.waits.on("a push", owner="buffer-0"):
             status = await self.client.push(wire.pack_trajectory(trajectory))
+        self.pushes, self.push_s = self.pushes + 1, self.push_s + time.monotonic() - began
         self.samples_pushed += 1
         self.ids.add(f"pushed-{status}", sample, lease.lease)
+        self.ids.flush()
 
     def _count(self, lease: int, tokens: int) -> None:
         self._progress[lease].number += tokens
         self.generated_tokens += tokens
+        self.first_token.set()
 
     async def _fail(self, lease: Lease, sample: SampleId, kind: FailureKind, reason: str) -> None:
         self.failures[kind] = self.failures.get(kind, 0) + 1

@@ -26,6 +26,7 @@ import psutil
 
 from asyncrl.actors.vllm_setup import (
     engine_arguments,
+    forked_core,
     load_tokenizer,
     prepare_environment,
     sampling_params,
@@ -64,8 +65,11 @@ class VllmEngine:
         seed: int,
         weight_backend: Literal["gloo", "nccl"],
         version: Version = INITIAL,
+        fork: bool = False,
     ) -> VllmEngine:
         """Start the engine's processes; its weights count as `version`.
+
+        `fork`: as in `vllm_setup.forked_core`; only for a process without threads.
 
         Raises:
             EngineError: vLLM refused the model or the settings, with its own words.
@@ -79,7 +83,8 @@ class VllmEngine:
         arguments = engine_arguments(config, model_path, device, seed, weight_backend)
         engine = cls(None, load_tokenizer(model_path, config), version)
         try:
-            engine._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            with forked_core() if fork else contextlib.nullcontext():
+                engine._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as e:
             raise EngineError(f"vLLM did not start with {model_path}: {e}") from e
         try:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import EngineError
 from asyncrl.protocols import GenerationRequest
+from asyncrl.roles import name_process
 
 STREAM_INTERVAL = 8
 """Tokens between two outputs of a request: progress, without an event per token."""
@@ -22,20 +26,58 @@ HOST_PID_ENV = "ASYNCRL_ENGINE_HOST_PID"
 _WORKER_EXTENSION = "asyncrl.actors.gloo_transfer.WorkerExtension"
 
 
-def prepare_environment(*, device: str, threads: int, eager: bool) -> None:
-    """Set what vLLM reads from the environment. Call before vllm is first imported."""
-    env = os.environ
-    env[HOST_PID_ENV] = str(os.getpid())
-    env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+def engine_environment(*, device: str, threads: int, eager: bool) -> dict[str, str]:
+    """What vLLM, torch and OpenMP must find in the environment when they are imported."""
+    env = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
     if device == "cpu":
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        env["OMP_NUM_THREADS"] = str(threads)
+        env |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+        }
         if eager:
             # Else the first request pays 11-14 s for a compiled sampler helper.
             env["TORCHDYNAMO_DISABLE"] = "1"
+    return env
+
+
+def prepare_environment(*, device: str, threads: int, eager: bool) -> None:
+    """Set `engine_environment` and this process as the engine's host, before vllm is imported."""
+    os.environ.update(engine_environment(device=device, threads=threads, eager=eager))
+    os.environ[HOST_PID_ENV] = str(os.getpid())
+
+
+@contextlib.contextmanager
+def forked_core() -> Iterator[None]:
+    """An engine started within is forked from this process, which has imported all it needs.
+
+    vLLM spawns its CPU engines' processes, and each imports everything again: for a process
+    without OpenMP threads or a GPU, as a role of the fork server is, there is no need.
+    """
+    from vllm.v1.engine import utils
+
+    from asyncrl.actors.gloo_transfer import end_with_host
+
+    class Core(ForkProcess):
+        def run(self) -> None:
+            end_with_host()  # which a spawned core does by importing gloo_transfer
+            name_process(f"{Path('/proc/self/comm').read_text().strip()}-core")
+            super().run()
+
+    class Context(ForkContext):
+        Process = Core
+
+    theirs = utils.get_mp_context
+    utils.get_mp_context = Context
+    try:
+        yield
+    finally:
+        utils.get_mp_context = theirs
 
 
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -1,13 +1,15 @@
 """The actor's side of a publication: a state machine over the engine, and its control socket.
 
-    learner rank 0 ──WeightsInit──► join                        once
+    learner rank 0 ──WeightsInit──► join      whenever the group is another one
                    ──WeightsBegin─► begin    pause, drop keys and values
                    ──WeightsReceive► receive the collective brings the bytes
                    ──WeightsCommit► commit   load, stamp, go on generating
 
 Never is half a version served: an update that fails before it is loaded leaves the old version
 generating, one that fails later kills the engine. An update whose next step does not come
-is given up after a deadline, so that a dead learner leaves no engine paused.
+is given up after a deadline, so that a dead learner leaves no engine paused. Where another
+actor's failure breaks the group of a begun update, the engine stays paused and joins the next
+group: the same version, or a newer one, then comes through that.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ import zmq
 import zmq.asyncio
 
 from asyncrl import wire
-from asyncrl.errors import AsyncRLError, EngineError, WeightSyncError, WireError
+from asyncrl.errors import (
+    AlreadyAppliedError,
+    AsyncRLError,
+    EngineError,
+    WeightSyncError,
+    WireError,
+)
 from asyncrl.protocols import WeightSubscriber
 from asyncrl.types import Version
 from asyncrl.weights import TransferPlan, publication_deadline_s
@@ -66,56 +74,89 @@ class EngineWeights:
         self._version: Version | None = None
         self._deadline_s = timeout_s
         self._watchdog: asyncio.Task[None] | None = None
+        self._steps = asyncio.Lock()  # one at a time, giving up included
 
     async def join(self, info: Mapping[str, Any]) -> None:
-        """Join the transfer group described by the publisher; leaves an earlier one."""
-        self._expect("join", "idle")
-        await self._step("join", self._engine.join_transfer(info))
+        """Join the transfer group described by the publisher; leaves an earlier one.
+
+        An engine that is paused already stays so, and what it had received is forgotten.
+        """
+        async with self._steps:
+            self._expect("join", "idle", "begun", "received")
+            self._unwatch()
+            if self._state == "received":
+                if not self._staged:
+                    await self._give_up("it holds weights of a group that is no more")
+                    raise EngineError(f"weight update to {self._version}: loaded but not committed")
+                self._state = "begun"
+            self._deadline_s = self._timeout_s
+            try:
+                await self._step("join", self._engine.join_transfer(info))
+            finally:
+                if self._state == "begun":
+                    self._watch()
 
     async def begin(self, version: Version) -> None:
-        """Pause at a token boundary, drop keys and values, get ready to receive."""
-        self._expect("begin", "idle")
-        if version <= self._engine.applied:
-            raise WeightSyncError(f"version {version} is not above {self._engine.applied}")
-        self._deadline_s = self._timeout_s
-        self._state, self._version = "begun", version
-        await self._step("begin", self._engine.begin_update())
-        self._watch()
+        """Pause at a token boundary, drop keys and values, get ready to receive.
+
+        Raises:
+            AlreadyAppliedError: the engine runs `version` or a newer one.
+        """
+        async with self._steps:
+            self._expect("begin", "idle", "begun")
+            if version <= self._engine.applied:
+                raise AlreadyAppliedError(f"version {version} is not above {self._engine.applied}")
+            self._unwatch()
+            self._deadline_s, self._version = self._timeout_s, version
+            if self._state == "idle":
+                self._state = "begun"
+                await self._step("begin", self._engine.begin_update())
+            self._watch()
 
     async def receive(self, info: Mapping[str, Any]) -> None:
         """Take part in the collective; afterwards every worker holds the whole version."""
-        self._expect("receive", "begun")
-        self._deadline_s = publication_deadline_s(
-            self._timeout_s, TransferPlan.from_info(info).nbytes
-        )
-        await self._step("receive", self._engine.receive_update(info))
-        self._state = "received"
-        self._watch()
+        async with self._steps:
+            self._expect("receive", "begun")
+            nbytes = TransferPlan.from_info(info).nbytes
+            self._unwatch()
+            self._deadline_s = publication_deadline_s(self._timeout_s, nbytes)
+            await self._step("receive", self._engine.receive_update(info))
+            self._state = "received"
+            self._watch()
 
     async def commit(self, version: Version) -> None:
         """Load what was received, stamp it as `version`, go on generating."""
-        self._expect("commit", "received")
-        if version != self._version:
-            raise WeightSyncError(f"commit of {version}, but {self._version} was begun")
-        self._state = "committing"
-        await self._step("commit", self._engine.commit_update(version))
-        self._state = "idle"
-        if self._on_applied is not None:
-            self._on_applied(version)
+        async with self._steps:
+            self._expect("commit", "received")
+            if version != self._version:
+                raise WeightSyncError(f"commit of {version}, but {self._version} was begun")
+            self._unwatch()
+            self._state = "committing"
+            await self._step("commit", self._engine.commit_update(version))
+            self._state = "idle"
+            if self._on_applied is not None:
+                self._on_applied(version)
 
     async def close(self) -> None:
         """Give up an unfinished update."""
-        self._unwatch()
-        if self._state in ("begun", "received"):
-            await self._give_up("the actor is closing")
+        async with self._steps:
+            self._unwatch()
+            if self._state in ("begun", "received"):
+                await self._give_up("the actor is closing")
 
-    def _expect(self, step: str, state: str) -> None:
-        if self._state != state:
-            raise WeightSyncError(f"{step} in state {self._state!r}, expected {state!r}")
-        self._unwatch()
+    def _expect(self, step: str, *states: str) -> None:
+        if self._state == "broken":
+            raise EngineError(f"{step}: the engine is broken by an earlier weight update")
+        if self._state not in states:
+            raise WeightSyncError(f"{step} in state {self._state!r}, expected {states[0]!r}")
 
     async def _step(self, name: str, work: Awaitable[None]) -> None:
-        """Run one step by its deadline; on failure the old version goes on, or the engine ends."""
+        """Run one step by its deadline; on failure the old version goes on, or the engine ends.
+
+        Raises:
+            WeightSyncError: it failed, a whole version goes on (or stays paused: join).
+            EngineError: it failed, and the engine with it.
+        """
         try:
             async with asyncio.timeout(self._deadline_s + STEP_MARGIN_S):
                 await work
@@ -128,7 +169,9 @@ class EngineWeights:
         except Exception as e:
             if name != "join":
                 await self._give_up(f"{name} failed: {e}")
-            raise WeightSyncError(f"weight update: {name} failed: {e}") from e
+            dead = self._state == "broken" or isinstance(e, EngineError)
+            kind = EngineError if dead else WeightSyncError
+            raise kind(f"weight update: {name} failed: {e}") from e
 
     async def _give_up(self, reason: str) -> None:
         """Go on with the old version where that is whole, else end the engine."""
@@ -146,8 +189,9 @@ class EngineWeights:
     def _watch(self) -> None:
         async def expire() -> None:
             await asyncio.sleep(self._deadline_s)
-            self._watchdog = None
-            await self._give_up(f"no next step within {self._deadline_s:.0f} s")
+            async with self._steps:  # a step that came just now cancels this wait
+                self._watchdog = None
+                await self._give_up(f"no next step within {self._deadline_s:.0f} s")
 
         self._watchdog = asyncio.create_task(expire())
 
@@ -161,7 +205,7 @@ class WeightService:
     """Serves a subscriber to the learner: one ROUTER socket, one request at a time.
 
     Failures go back as `wire.Error`; the service itself goes on. Should it end all the same,
-    `wait` says why.
+    `wait` says why. `on_idle`, when set, is called after each request served.
     """
 
     def __init__(self, subscriber: WeightSubscriber, host: str = "127.0.0.1") -> None:
@@ -172,6 +216,13 @@ class WeightService:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._task: asyncio.Task[None] | None = None
+        self._serving = False
+        self.on_idle: Callable[[], None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken up at once: none is being served."""
+        return not self._serving
 
     def start(self) -> None:
         """Serve in a task of the running loop."""
@@ -197,7 +248,12 @@ class WeightService:
     async def _serve(self) -> None:
         while True:
             peer, *frames = await self._socket.recv_multipart()
-            await self._socket.send_multipart([peer, *wire.encode(await self._answer(frames))])
+            self._serving = True
+            reply = await self._answer(frames)
+            await self._socket.send_multipart([peer, *wire.encode(reply)])
+            self._serving = False
+            if self.on_idle is not None:
+                self.on_idle()
 
     async def _answer(self, frames: list[bytes]) -> wire.Message:
         req = 0

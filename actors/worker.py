@@ -1,11 +1,11 @@
 """One actor: an engine, its weights service, its reward worker and the rollout loop.
 
-setup: engine ► weights service bound (announced) ► eval of version 0 ► ready
-run:   rollout loop ► (run finished) last version applied ► last eval
-                    ► (run stopped) weights served until the learner has ended
+setup: engine ► reward worker ► weights service bound
+run:   eval of version 0 ► announced to the learner ► (restarted, late) current version applied
+       rollout loop, beside that eval and until the run is over
+       ► (run stopped) weights served until the learner has ended ► last version applied ► last eval
 
-The first evaluation belongs to the set-up: learners begin when every set-up is over, and a
-publication would replace the version that is evaluated.
+An actor is announced only when version 0 is evaluated: no publication then replaces it meanwhile.
 """
 
 from __future__ import annotations
@@ -14,75 +14,29 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import psutil
 
 from asyncrl import tasks
+from asyncrl.actors.announce import Announcer
 from asyncrl.actors.evaluate import evaluate
-from asyncrl.actors.rewards import RewardWorker
+from asyncrl.actors.meter import ActorMeter
+from asyncrl.actors.rewards import InlineReward, RewardWorker
 from asyncrl.actors.rollout import RolloutLoop
+from asyncrl.actors.timed import TimedSubscriber
 from asyncrl.actors.tokens import encode_prompt
 from asyncrl.buffer.client import AsyncBufferClient
 from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineError, EngineError
+from asyncrl.hub import HubClient
 from asyncrl.idlog import IdLog
-from asyncrl.metrics import HubClient, IdleMeter, TimeShares
-from asyncrl.protocols import WeightSubscriber
+from asyncrl.metrics import TimeShares
+from asyncrl.pulse import Pulse
 from asyncrl.roles import RoleSettings
 from asyncrl.types import Prompt, Version
+from asyncrl.waits import Waits
 
 log = logging.getLogger(__name__)
 
-REPORT_EVERY_S = 1.0
 STOP_POLL_S = 0.2
-
-
-class TimedSubscriber:
-    """A subscriber whose time from begin to commit, or to what failed, counts as `sync`."""
-
-    def __init__(self, subscriber: WeightSubscriber, shares: TimeShares) -> None:
-        self._subscriber, self._shares = subscriber, shares
-        self._timing = False
-
-    async def join(self, info: Mapping[str, Any]) -> None:
-        """Join the transfer group."""
-        with self._shares.state("sync"):
-            await self._subscriber.join(info)
-
-    async def begin(self, version: Version) -> None:
-        """Pause; the time that counts begins here."""
-        if not self._timing:
-            self._timing = True
-            self._shares.enter("sync")
-        with self._ended_by_failure():
-            await self._subscriber.begin(version)
-
-    async def receive(self, info: Mapping[str, Any]) -> None:
-        """Receive the weights."""
-        with self._ended_by_failure():
-            await self._subscriber.receive(info)
-
-    async def commit(self, version: Version) -> None:
-        """Load, stamp, go on; the time that counts ends here, however it went."""
-        try:
-            await self._subscriber.commit(version)
-        finally:
-            self._end()
-
-    @contextlib.contextmanager
-    def _ended_by_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._end()
-            raise
-
-    def _end(self) -> None:
-        if self._timing:
-            self._timing = False
-            self._shares.leave("sync")
 
 
 class ActorWorker:
@@ -92,9 +46,14 @@ class ActorWorker:
         self.config = config
         self.settings = settings
         self.shares = TimeShares()
+        self.waits = Waits(settings.name, warn_s=config.log.wait_warn_s)
 
-    async def setup(self) -> dict[str, object]:
-        """Start the engine and its services, evaluate; what the learner must know of them."""
+    async def setup(self) -> None:
+        """Start the engine and the reward worker.
+
+        Raises:
+            EngineError, UserError: vLLM or the reward function cannot be started.
+        """
         from transformers import AutoTokenizer
 
         from asyncrl.actors.vllm_engine import VllmEngine
@@ -105,58 +64,71 @@ class ActorWorker:
         tokenizer = AutoTokenizer.from_pretrained(
             s.model_path, trust_remote_code=self.config.model.trust_remote_code
         )
+        # First of all: a core that is forked must find no thread and no socket here.
         self.engine = await VllmEngine.start(
             self.config, s.model_path, device=s.device, threads=s.threads,
             seed=self.config.run.seed + s.rank, weight_backend=s.weight_backend,
+            fork=s.fork_engine,
         )  # fmt: skip
-        self.reward = RewardWorker(self.config.task)
-        await self.reward.start()
-        self.client = AsyncBufferClient(s.buffer_endpoint, s.run_id, "actor", s.rank)
         self.hub = HubClient(s.hub_endpoint, "actor", s.rank)
+        self._startup("engine", began)
+        began = time.monotonic()
+        self.reward = (InlineReward if s.inline_reward else RewardWorker)(self.config.task)
+        await self.reward.start()
 
         def encode(prompt: Prompt) -> list[int]:
             return encode_prompt(tokenizer, prompt, self.config.task.chat)
 
         self.encode = encode
         self.ids = IdLog(s.ids_path)
-        self.loop = RolloutLoop(
-            self.config, name=s.name, engine=self.engine, client=self.client,
-            reward=self.reward, encode=encode, shares=self.shares, ids=self.ids,
-        )  # fmt: skip
         self._applied_event = asyncio.Event()
+        self.loop: RolloutLoop | None = None
         subscriber = EngineWeights(
             self.engine, timeout_s=self.config.weights.timeout_s,
             staged=s.weight_backend == "gloo", on_applied=self._on_applied,
         )  # fmt: skip
+        self.subscriber = subscriber
         self.weights = WeightService(TimedSubscriber(subscriber, self.shares), host=s.host)
-        await self.client.hello()
-        self._event("actor_ready", seconds=round(time.monotonic() - began, 2))
-        if self.config.eval.at_start:
-            await self._evaluate()
-        return {
-            "endpoint": self.weights.endpoint,
-            "workers": self.config.engine.tensor_parallel,
-        }
+        self._startup("reward", began)
 
-    async def run(self) -> None:
+    async def run(self, buffer: str, fleet: str, at_least: Version, first: bool) -> None:
         """Produce samples until the run is over.
 
+        Args:
+            buffer: the buffer's endpoint.
+            fleet: where the actor announces itself to learner rank 0.
+            at_least: the version that the learner has published: no lease comes before it.
+            first: whether this is the first process of this actor, which evaluates version 0.
+
         Raises:
-            EngineError, DeadlineError: the engine, the buffer or the last version is missing.
+            EngineError, DeadlineError: the engine, the buffer or a version is missing.
         """
+        s = self.settings
+        self.client = AsyncBufferClient(buffer, s.run_id, "actor", s.rank)
+        self.loop = RolloutLoop(
+            self.config, name=s.name, engine=self.engine, client=self.client,
+            reward=self.reward, encode=self.encode, shares=self.shares, ids=self.ids,
+            waits=self.waits,
+        )  # fmt: skip
+        self.pulse = self._make_pulse()
         self.weights.start()
+        self.announcer = Announcer(
+            fleet, self.weights, name=s.name, workers=self.config.engine.tensor_parallel,
+            applied=lambda: self.engine.applied,
+        )  # fmt: skip
+        self._announcing: asyncio.Task[None] | None = None
+        await self.client.hello()
         background = [
-            asyncio.create_task(self._report()),
             asyncio.create_task(self._watch_engine()),
             asyncio.create_task(self.weights.wait()),
         ]
-        main = asyncio.create_task(self._main())
+        main = asyncio.create_task(self._main(at_least, first))
         try:
             await asyncio.wait({main, *background}, return_when=asyncio.FIRST_COMPLETED)
             for task in background:
                 if task.done():
                     task.result()
-                    raise EngineError(f"{self.settings.name}: a background task ended early")
+                    raise EngineError(f"{s.name}: a background task ended early")
             await main
         finally:
             for task in (main, *background):
@@ -167,42 +139,66 @@ class ActorWorker:
     async def _watch_engine(self) -> None:
         raise EngineError(f"{self.settings.name}: {await self.engine.died()}")
 
-    async def _main(self) -> None:
-        reply = await self.loop.run()
+    async def _main(self, at_least: Version, first: bool) -> None:
+        assert self.loop is not None
+        told = asyncio.create_task(self._tell_first_token())
+        evaluated = asyncio.create_task(self._introduce(first and self.config.eval.at_start))
+        try:
+            if at_least > self.engine.applied:
+                await evaluated
+                await self._wait_for(at_least, "the current version")
+            reply = await self.loop.run()
+            await evaluated
+        finally:
+            for task in (evaluated, told):
+                task.cancel()
+        final, evaluate = reply.final, reply.evaluate
         if reply.state == "stopping":
-            await self._serve_until_done()
-        elif reply.final is not None and self._is_evaluated(reply.final):
-            await self._wait_for(reply.final)
+            final, evaluate = await self._serve_until_done()
+        if final is not None and evaluate and self.config.eval.at_end:
+            if self.config.eval.samples:
+                await self._wait_for(final, "the last version")
             await self._evaluate()
 
-    def _is_evaluated(self, final: Version) -> bool:
-        """A run that was stopped ends with an earlier version, whose score nobody waits for."""
-        evals = self.config.eval
-        return evals.at_end and evals.samples > 0 and final.version == self.config.last_version
+    async def _tell_first_token(self) -> None:
+        """The end of the start, as far as this actor is concerned."""
+        assert self.loop is not None
+        began = time.monotonic()
+        await self.loop.first_token.wait()
+        self._startup("first_token", began)
 
-    async def _serve_until_done(self) -> None:
-        """Keep taking weights while the learner ends its step and its last publication."""
+    async def _introduce(self, evaluate: bool) -> None:
+        """Evaluate version 0 if asked to, then take part in publications."""
+        if evaluate:
+            await self._evaluate()
+        self._announcing = asyncio.create_task(self.announcer.run())
+
+    async def _serve_until_done(self) -> tuple[Version | None, bool]:
+        """Take weights while the learner ends; the last version, and whether to evaluate it."""
         timeout = self.config.weights.timeout_s * 2
         deadline = time.monotonic() + timeout
-        while (await self.client.stats()).state != "done":
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"{self.settings.name} waited {timeout:.0f} s after the stop for learner-0 "
-                    "to end its step and its last publication: see the learner's log"
-                )
-            await asyncio.sleep(STOP_POLL_S)
+        with self.waits.on("the end of the run", owner="learner-0", deadline_s=timeout):
+            while (stats := await self.client.stats()).state != "done":
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"{self.settings.name} waited {timeout:.0f} s after the stop for learner-0 "
+                        "to end its step and its last publication: see the learner's log"
+                    )
+                await asyncio.sleep(STOP_POLL_S)
+        return stats.final, stats.evaluate
 
-    async def _wait_for(self, final: Version) -> None:
+    async def _wait_for(self, version: Version, what: str) -> None:
         timeout = self.config.weights.timeout_s * 2
         try:
-            async with asyncio.timeout(timeout):
-                while self.engine.applied < final:
-                    self._applied_event.clear()
-                    await self._applied_event.wait()
+            with self.waits.on(f"{what}, {version}", owner="learner-0", deadline_s=timeout):
+                async with asyncio.timeout(timeout):
+                    while self.engine.applied < version:
+                        self._applied_event.clear()
+                        await self._applied_event.wait()
         except TimeoutError:
             raise DeadlineError(
-                f"{self.settings.name} waited {timeout:.0f} s for learner-0 to send version "
-                f"{final}, it still runs {self.engine.applied}"
+                f"{self.settings.name} waited {timeout:.0f} s for learner-0 to send {what}, "
+                f"{version}; it still runs {self.engine.applied}"
             ) from None
 
     async def _evaluate(self) -> None:
@@ -224,48 +220,46 @@ class ActorWorker:
 
     def _on_applied(self, version: Version) -> None:
         self._applied_event.set()
-        self.loop.on_applied(version)
+        if self.loop is not None:
+            self.loop.on_applied(version)
+
+    def _startup(self, phase: str, began: float) -> None:
+        self._event("startup", phase=phase, seconds=round(time.monotonic() - began, 2))
 
     def _event(self, what: str, **fields: object) -> None:
-        self._emit(event={"event": what, **fields})
+        v = self.engine.applied
+        self.hub.emit(
+            step=self._step_of(v), version=v.version, incarnation=v.incarnation,
+            event={"event": what, **fields},
+        )  # fmt: skip
 
-    def _emit(
-        self, metrics: Mapping[str, float] | None = None, event: Mapping[str, object] | None = None
-    ) -> None:
-        """Send a record of the version that the engine runs and of the step that made it."""
-        v, config = self.engine.applied, self.config
-        # The last version may come after fewer batches than the others.
-        step = min(v.version * config.learner.batches_per_publication, config.run.steps)
-        self.hub.emit(metrics, step=step, version=v.version, incarnation=v.incarnation, event=event)
+    def _step_of(self, v: Version) -> int:
+        """The step that made a version; the last may come after fewer batches than the others."""
+        return min(v.version * self.config.learner.batches_per_publication, self.config.run.steps)
 
-    async def _report(self) -> None:
-        idle = IdleMeter(self.shares)
-        me = psutil.Process()
-        tokens, last = 0, time.monotonic()
-        while True:
-            await asyncio.sleep(REPORT_EVERY_S)
-            now, loop = time.monotonic(), self.loop
-            values = self.shares.metrics() | {
-                "throughput/gen_tok_s": (loop.generated_tokens - tokens) / (now - last),
-                "actor/in_flight": loop.in_flight,
-                "actor/generated_tokens": loop.generated_tokens,
-                "actor/samples_pushed": loop.samples_pushed,
-                "reward/timeouts": self.reward.timeouts,
-                "reward/errors": self.reward.errors,
-                "host/rss_bytes": me.memory_info().rss,
-            }
-            tokens, last = loop.generated_tokens, now
-            share = idle.read()
-            if share is not None:
-                values["idle/actors_frac"] = share
-            self._emit(values)
+    def _make_pulse(self) -> Pulse:
+        s = self.settings
+        assert self.loop is not None
+        meter = ActorMeter(self.loop, self.reward, self.shares)
+        return Pulse(
+            s.hub_endpoint, "actor", s.rank, waits=self.waits, metrics=[meter.read],
+            position=lambda: (self._step_of(self.engine.applied), self.engine.applied),
+            children=True,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """End the engine, the reward worker and every socket; safe to call twice."""
-        self.ids.close()
+        if self.loop is not None:
+            self.pulse.close()
+            if self._announcing is not None:
+                self._announcing.cancel()
+                await asyncio.gather(self._announcing, return_exceptions=True)
+            self.announcer.close()
         for part in (self.weights.close, self.reward.close, self.engine.shutdown):
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(20):
                     await part()
-        self.client.close()
+        self.ids.close()
+        if self.loop is not None:
+            self.client.close()
         self.hub.close()

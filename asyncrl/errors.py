@@ -60,6 +60,10 @@ class WeightSyncError(AsyncRLError, RuntimeError):
     """A weight publication failed or did not end by its deadline."""
 
 
+class AlreadyAppliedError(WeightSyncError):
+    """An engine was offered a version that it runs already, or one below it."""
+
+
 class DeadlineError(AsyncRLError, TimeoutError):
     """A wait passed its deadline; the message names who waited, for what, and on whom."""
 

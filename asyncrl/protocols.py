@@ -77,7 +77,7 @@ class Engine(Protocol):
 
 
 class WeightSubscriber(Protocol):
-    """The actor's side of a publication: join once, then begin, receive, commit each time."""
+    """The actor's side of a publication: join when the group is new; begin, receive, commit."""
 
     async def join(self, info: Mapping[str, Any]) -> None:
         """Join the transfer group described by the publisher."""
@@ -101,7 +101,8 @@ class WeightPublisher(Protocol):
         Waits only if the previous publication has not left.
 
         Raises:
-            WeightSyncError: an actor did not take the previous version by its deadline.
+            WeightSyncError: the previous publication is stuck. That an actor did not take a
+                version is no error here: it gets it, or a newer one, later.
         """
 
     def close(self) -> None:

@@ -25,6 +25,9 @@ BUCKET_BYTES = 64 << 20
 BYTES_PER_S = 100e6
 """A link slower than this misses the deadline of a publication."""
 
+ARRIVED, GO = "arrived/{rank}", "go"
+"""Keys of a gloo group's store: a worker says that it is there and waits for "yes" or "no"."""
+
 
 class ParamSpec(NamedTuple):
     """One parameter as it travels: its Hugging Face name, wire dtype and full shape.

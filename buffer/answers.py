@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
 
 from asyncrl import wire
+from asyncrl.buffer.clients import Clients, replaced
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.parked import Parked, Waiting
+from asyncrl.buffer.record import Recorder
 from asyncrl.buffer.refuse import refusal
 from asyncrl.errors import AsyncRLError, ConservationError, LedgerError, WireError
 from asyncrl.types import Envelope, Version
@@ -22,41 +23,22 @@ Reply = list[wire.Frame] | None
 """The multipart of a reply, or None when the request is parked."""
 
 
-class Client(NamedTuple):
-    """Who said hello."""
-
-    name: str
-    """ROLE-RANK, e.g. "actor-0"."""
-    pid: int
-
-
-class Emit(Protocol):
-    """Where the buffer's metrics go, e.g. `asyncrl.metrics.HubClient.emit`."""
-
-    def __call__(
-        self, metrics: Mapping[str, float], *, step: int, version: int, incarnation: int
-    ) -> None:
-        """Take one record (fields as in `wire.Record`)."""
-
-
 class Answers:
     """One method per request; owned by the server, which sends what they return."""
 
     def __init__(
         self,
         ledger: Ledger,
-        run_id: str,
+        clients: Clients,
         clock: Callable[[], float],
         send: Callable[[bytes, Sequence[wire.Frame]], None],
-        emit: Emit | None,
+        recorder: Recorder,
     ) -> None:
         self._ledger = ledger
-        self._run_id = run_id
+        self._clients = clients
         self._clock = clock
         self._send = send
-        self._emit = emit
-        self._clients: dict[bytes, Client] = {}
-        self._current: dict[str, bytes] = {}  # name -> identity of its newest client
+        self._recorder = recorder
         self._lease_requests: Parked[wire.LeaseRequest] = Parked()
         self._pulls: Parked[wire.Pull] = Parked()
         self._seen_epoch = 0
@@ -64,6 +46,7 @@ class Answers:
         self.malformed = 0
         self.state: wire.State = "running"
         self._final: Version | None = None
+        self._evaluate = True
 
     @property
     def waiting(self) -> int:
@@ -76,6 +59,9 @@ class Answers:
         Raises:
             ConservationError: the ledger broke; any other error becomes an Error reply.
         """
+
+        if name := self._clients.heard(identity, self._clock()):
+            logger.info("%s speaks again", name)
 
         def attempt() -> bool:
             reply = self._reply(identity, message, arrays)
@@ -100,30 +86,33 @@ class Answers:
         return True
 
     def _reply(self, identity: bytes, message: wire.Message, arrays: Sequence[wire.Frame]) -> Reply:
+        if isinstance(message, wire.Hello):
+            return self._hello(identity, message)
+        if not self._clients.knows(identity):
+            self.malformed += 1
+            raise WireError(f"{type(message).__name__} before Hello: say hello first")
+        self._clients.check(identity, message)
         match message:
-            case wire.Hello():
-                return self._hello(identity, message)
-            case _ if identity not in self._clients:
-                raise WireError(f"{type(message).__name__} before Hello: say hello first")
             case wire.Push():
-                return self._push(identity, message, arrays)
+                return self._push(message, arrays)
             case wire.LeaseRequest():
                 return self._lease_request(identity, message)
             case wire.Pull():
                 return self._pull(identity, message)
             case wire.Fail():
-                return self._fail(identity, message)
+                return self._fail(message)
             case wire.Commit():
                 return self._commit(message)
             case wire.StatsRequest():
                 return self._stats(message)
             case wire.Progress():
-                self._check_name(identity, message.actor)
                 self._ledger.progress(message.actor, message.tokens, self._clock())
             case wire.Published():
                 self._ledger.published(message.version)
             case wire.Stop():
-                self.stop(message.reason, message.final)
+                self.stop(message.reason, message.final, message.evaluate)
+            case wire.Gone():
+                self._gone(message)
             case _:
                 raise WireError(f"{type(message).__name__} is not a request to the buffer")
         return _ok(message)
@@ -133,9 +122,13 @@ class Answers:
         if not self._ledger.conserved():
             raise ConservationError(f"conservation violated: {self._ledger.counts()}")
 
-    def stop(self, reason: str, final: Version | None) -> None:
-        """No more leases, no more batches; a later stop may add the final version."""
+    def stop(self, reason: str, final: Version | None, evaluate: bool) -> None:
+        """No more leases, no more batches; a later stop may add the final version.
+
+        The first reason stays. The final version is evaluated unless any stop was against it.
+        """
         self._reason = self._reason or reason
+        self._evaluate = self._evaluate and evaluate
         if final is not None:
             self.state, self._final = "done", final
         elif self.state == "running":
@@ -143,6 +136,8 @@ class Answers:
 
     def serve_parked(self, now: float) -> None:
         """Answer the parked requests that can be, and those whose time is up."""
+        if self.state == "running" and (why := self._ledger.over()):
+            self._stop_in_order(why)
         epoch = self._ledger.work_epoch
         stopped = self.state != "running"
         if epoch != self._seen_epoch or stopped or self._lease_requests.due(now):
@@ -155,42 +150,52 @@ class Answers:
                 lambda w: self._guard(w.identity, w.message, lambda: self._try_pull(w, now))
             )
 
+    def look_for_silence(self, now: float) -> None:
+        """Free what silent actors hold; call it when all messages have been read.
+
+        After a stop nobody would take it, and an actor may be quiet while it evaluates.
+        """
+        for actor in self._clients.newly_silent(now):
+            if self.state == "running" and (dropped := self._ledger.drop_actor(actor)):
+                silent_s = self._clients.silent_after_s
+                logger.warning(
+                    "%s has said nothing for %.0f s: %d of its leases go to others",
+                    actor, silent_s, dropped,
+                )  # fmt: skip
+                self._recorder.event("actor_silent", actor=actor, leases=dropped)
+
+    def _stop_in_order(self, reason: str) -> None:
+        logger.info("the run ends: %s", reason)
+        self.stop(reason, final=None, evaluate=True)
+
     # --- actors ------------------------------------------------------------------------------
 
     def _hello(self, identity: bytes, message: wire.Hello) -> Reply:
-        if message.run_id != self._run_id:
-            raise WireError(
-                f"this is the buffer of run {self._run_id!r}, {message.role}-{message.rank} "
-                f"belongs to {message.run_id!r}: it has another run's endpoint"
-            )
-        client = Client(f"{message.role}-{message.rank}", message.pid)
-        older = self._current.get(client.name)
-        if older is not None and (older != identity or self._clients[older] != client):
-            # A new process under this name: what the old one held will not come.
-            waiting = self._lease_requests.take(client.name)
-            if waiting is not None:
-                error = _replaced(client.name)
-                self._send(waiting.identity, refusal(waiting.message.req, error, "LeaseRequest"))
-            dropped = self._ledger.drop_actor(client.name)
-            logger.info("%s is here again; %d of its leases dropped", client.name, dropped)
-        self._clients[identity] = client
-        self._current[client.name] = identity
+        name, taken_over = self._clients.hello(identity, message)
+        self._clients.heard(identity, self._clock())
+        if taken_over:  # by a new process: what the old one held will not come
+            self._drop(name, "is here again")
         return _ok(message)
 
-    def _check_name(self, identity: bytes, actor: str) -> None:
-        name = self._clients[identity].name
-        if name != actor:
-            raise WireError(f"message names actor {actor!r}, its sender said hello as {name!r}")
+    def _gone(self, message: wire.Gone) -> None:
+        self._clients.gone(message.actor)
+        self._drop(message.actor, f"is gone ({message.reason})")
 
-    def _push(self, identity: bytes, message: wire.Push, arrays: Sequence[wire.Frame]) -> Reply:
-        self._check_name(identity, message.header.actor)
+    def _drop(self, actor: str, why: str) -> None:
+        """Free what an actor's former process held, and refuse what it waits for."""
+        if (waiting := self._lease_requests.take(actor)) is not None:
+            refused = refusal(waiting.message.req, replaced(actor), "LeaseRequest")
+            self._send(waiting.identity, refused)
+        dropped = self._ledger.drop_actor(actor)
+        logger.info("%s %s; %d of its leases dropped", actor, why, dropped)
+
+    def _push(self, message: wire.Push, arrays: Sequence[wire.Frame]) -> Reply:
         status = self._ledger.accept(Envelope(message.header, tuple(arrays)), self._clock())
         if status == "unknown":
-            logger.warning("%s: result refused: %s", self._clients[identity].name, message.header)
+            logger.warning("%s: result refused: %s", message.header.actor, message.header)
         return wire.encode(wire.Ack(req=message.req, status=status))
 
-    def _fail(self, identity: bytes, message: wire.Fail) -> Reply:
-        self._check_name(identity, message.actor)
+    def _fail(self, message: wire.Fail) -> Reply:
         logger.warning("%s failed %s: %s", message.actor, tuple(message.id), message.reason)
         status = self._ledger.fail(
             message.actor, message.lease, message.id, message.kind, message.reason, self._clock()
@@ -198,11 +203,11 @@ class Answers:
         return wire.encode(wire.Ack(req=message.req, status=status))
 
     def _lease_request(self, identity: bytes, message: wire.LeaseRequest) -> Reply:
-        self._check_name(identity, message.actor)
-        if self._current[message.actor] != identity:
-            raise _replaced(message.actor)
+        self._clients.check_current(identity, message.actor)
         now = self._clock()
-        waiting = Waiting(identity, message, now + _wait(message.wait_s))
+        # Answered long before its sender would count as silent, so that it asks again in time.
+        wait_s = min(_wait(message.wait_s), self._clients.silent_after_s / 2)
+        waiting = Waiting(identity, message, now + wait_s)
         if (older := self._lease_requests.take(message.actor)) is not None:
             self._send(older.identity, wire.encode(wire.Leases(req=older.message.req)))
         if not self._try_lease(waiting, now):
@@ -212,7 +217,9 @@ class Answers:
     def _try_lease(self, waiting: Waiting[wire.LeaseRequest], now: float) -> bool:
         message = waiting.message
         if self.state != "running":
-            reply = wire.Leases(req=message.req, state=self.state, final=self._final)
+            reply = wire.Leases(
+                req=message.req, state=self.state, final=self._final, evaluate=self._evaluated
+            )
         else:
             leases = self._ledger.lease(message.actor, message.applied, message.capacity, now)
             if not leases and now < waiting.until_s:
@@ -247,8 +254,8 @@ class Answers:
         elif (part := self._ledger.part(message.batch, message.rank)) is not None:
             frames = wire.part_frames(part, message.req)
         elif self._ledger.exhausted:
-            reason = self._ledger.exhausted_reason()
-            frames = wire.encode(wire.Stopped(req=message.req, reason=reason))
+            self._stop_in_order(self._ledger.exhausted_reason())
+            frames = wire.encode(wire.Stopped(req=message.req, reason=self._reason))
         elif why := self._ledger.hopeless():
             raise LedgerError(why)
         elif now >= waiting.until_s:
@@ -263,29 +270,40 @@ class Answers:
         before = self._ledger.committed
         self._ledger.commit(message.batch, message.dropped)
         self.check_conservation()
-        if self._emit is not None and self._ledger.committed > before:
-            metrics = self._ledger.metrics(self._clock())
-            incarnation, version = self._ledger.version
-            self._emit(metrics, step=message.batch, version=version, incarnation=incarnation)
+        if self._ledger.committed > before:
+            now = self._clock()
+            metrics = self._ledger.metrics(now)
+            if ages := self._clients.ages(now):
+                metrics["actor/heartbeat_age_s"] = max(ages.values())
+            self._recorder.committed(metrics)
         return _ok(message)
 
     # --- facts -----------------------------------------------------------------------------------
 
+    @property
+    def _evaluated(self) -> bool:
+        return self.state == "done" and self._evaluate
+
     def _stats(self, message: wire.StatsRequest) -> Reply:
+        now = self._clock()
+        ages = self._clients.ages(now)
+        gauges = self._ledger.gauges(now) | self._recorder.gauges()
+        gauges |= {f"heartbeat_age_s/{actor}": age for actor, age in ages.items()}
+        if ages:
+            gauges["actor/heartbeat_age_s"] = max(ages.values())
         return wire.encode(
             wire.Stats(
                 req=message.req,
                 counts=self._ledger.counts() | {"malformed": self.malformed},
-                gauges=self._ledger.gauges(self._clock()),
+                gauges=gauges,
                 conserved=self._ledger.conserved(),
                 state=self.state,
-                waiting_for=self._ledger.waiting_for_next(self._clock()),
+                final=self._final,
+                evaluate=self._evaluated,
+                reason=self._reason,
+                waiting_for=self._ledger.waiting_for_next(now),
             )
         )
-
-
-def _replaced(actor: str) -> LedgerError:
-    return LedgerError(f"{actor} was replaced by another process: no more leases")
 
 
 def _ok(message: wire.Message) -> Reply:

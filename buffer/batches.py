@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.buffer.balance import balance
 from asyncrl.buffer.books import Books
-from asyncrl.buffer.dispatch import BatchAssignment, Group, Phase, State
+from asyncrl.buffer.dispatch import BatchAssignment, Group, Phase, Place, State
 from asyncrl.errors import LedgerError
 from asyncrl.types import SampleId
 
@@ -29,6 +29,10 @@ def assign(b: Books, batch: int) -> BatchAssignment | None:
         manifest=tuple(e.header for e in flat),
         parts=balance([[e.header.tokens for e in es] for es in envelopes], b.rules.ranks),
     )
+    rank_of = {flat[i].header.id: rank for rank, part in enumerate(assignment.parts) for i in part}
+    for group in groups:
+        ranks = {k: rank_of[group.id.sample(k)] for k, _ in group.accepted()}
+        group.place = Place(batch, b.order.position(group), ranks)
     for group in groups:
         group.phase = Phase.ASSIGNED
         for _, member in group.accepted():

@@ -15,12 +15,24 @@ from asyncrl.buffer.dispatch import (
     LeaseRecord,
     Member,
     Phase,
-    Rules,
     State,
 )
 from asyncrl.buffer.order import Order
+from asyncrl.buffer.rules import Rules
 from asyncrl.errors import LedgerError
+from asyncrl.recording import Outcome, Retired
+from asyncrl.staleness import version_of_batch
 from asyncrl.types import FailureKind, GroupId, Prompt, Version
+
+_OUTCOMES: dict[State, Outcome] = {
+    State.TRAINED: "trained",
+    State.DROPPED_STALE: "dropped_stale",
+    State.FILTERED: "filtered",
+    State.FAILED: "failed",
+    State.ASSEMBLING: "held",
+    State.QUEUED: "held",
+    State.ASSIGNED: "held",
+}
 
 
 class Books:
@@ -45,6 +57,7 @@ class Books:
         self.failed_in_a_row = 0  # groups, since one got all its members
         self.filtered_in_a_row = 0  # groups, since one was kept
         self.payload_bytes = 0
+        self.retired: list[Retired] | None = None  # not handed out yet; None: nobody wants them
         self.work_epoch = 0
         """Rises when work that a waiting actor could take may have appeared."""
         self.totals: Counter[str] = Counter()
@@ -65,6 +78,11 @@ class Books:
             self._peeked = next(self._prompts, None)
             self._ended = self._peeked is None
         return self._peeked is not None
+
+    @property
+    def prompts_ended(self) -> bool:
+        """Whether the cursor is known to have no further prompt (reads none)."""
+        return self._ended
 
     def open_group(self) -> Group:
         """Open the cursor's next group; all its samples are pending."""
@@ -197,6 +215,7 @@ class Books:
         for _, member in group.accepted():
             if member.envelope is None or member.dispatch is None:
                 continue
+            self.tell(group, member)
             length = member.envelope.header.response_tokens
             self._add_length("generated", length)
             if member.dispatch.state is State.TRAINED:
@@ -211,6 +230,26 @@ class Books:
                 del self.leases[record.number]
         group.leases.clear()
         del self.groups[group.id]
+
+    def tell(self, group: Group, member: Member) -> None:
+        """Hand out what became of an accepted sample, once, if anybody wants to know."""
+        if self.retired is None or member.told or not (member.dispatch and member.envelope):
+            return
+        member.told = True
+        outcome, place = _OUTCOMES[member.dispatch.state], group.place
+        if place is None or outcome == "held":
+            gone = Retired(member.envelope, outcome, self.version.incarnation)
+        else:
+            gone = Retired(
+                member.envelope,
+                outcome,
+                self.version.incarnation,
+                version=version_of_batch(place.batch, self.rules.batches_per_publication),
+                batch=place.batch,
+                rank=place.ranks[member.dispatch.sample],
+                position=place.position,
+            )
+        self.retired.append(gone)
 
     def _add_length(self, kind: str, length: int) -> None:
         self.lengths[f"{kind}_tokens"] += length

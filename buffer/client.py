@@ -109,10 +109,6 @@ class AsyncBufferClient:
         """The ledger's counts and gauges."""
         return await self._call(wire.StatsRequest(), "StatsRequest", wire.Stats)
 
-    async def stop(self, reason: str, final: Version | None = None) -> None:
-        """End the run."""
-        await self._call(wire.Stop(reason=reason, final=final), "Stop", wire.Ok)
-
     def close(self) -> None:
         """Cancel what waits and close; nothing is left behind. Safe to call twice."""
         if self._reader is not None:
@@ -226,9 +222,20 @@ class BufferClient:
         """The learner cut the snapshot of this version."""
         self._call(wire.Published(version=version), f"Published {version}", wire.Ok)
 
-    def stop(self, reason: str, final: Version | None = None) -> None:
-        """End the run; `final` is the last version when the learner finished."""
-        self._call(wire.Stop(reason=reason, final=final), "Stop", wire.Ok)
+    def stop(self, reason: str, final: Version | None = None, evaluate: bool = False) -> None:
+        """End the run; `final` is the last version when the learner finished.
+
+        It is evaluated if every stop of the run asks for it: an interrupt does not.
+        """
+        request = wire.Stop(reason=reason, final=final, evaluate=evaluate)
+        self._call(request, "Stop", wire.Ok)
+
+    def gone(self, actor: str, reason: str) -> None:
+        """The actor's process has ended (launcher only): its leases are free for others.
+
+        Say it before its successor is started: whoever has the name must say hello again.
+        """
+        self._call(wire.Gone(actor=actor, reason=reason), f"Gone of {actor}", wire.Ok)
 
     def stats(self) -> wire.Stats:
         """The ledger's counts and gauges."""

@@ -87,6 +87,18 @@ class Member:
     failures: int = 0
     """Data and reward failures so far."""
     given_up: bool = False
+    told: bool = False
+    """Its fate was handed out for the recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a group went when its batch was assigned."""
+
+    batch: int
+    position: int
+    ranks: dict[int, int]
+    """Sample index to the learner rank that trains it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +115,8 @@ class Group:
     unresolved: int
     """Members neither accepted nor given up."""
     phase: Phase = Phase.OPEN
+    place: Place | None = None
+    """From its assignment on."""
     leases: list[LeaseRecord] = field(default_factory=list)
 
     def accepted(self) -> list[tuple[int, Member]]:
@@ -132,26 +146,6 @@ class LeaseRecord:
     dispatches: dict[int, Dispatch] = field(default_factory=dict)
     leased: int = 0
     """Dispatches still in state LEASED."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The ledger's settings (letters as in asyncrl.staleness)."""
-
-    group_size: int
-    groups_per_batch: int
-    batches_per_publication: int
-    max_staleness: int
-    window: int
-    ranks: int
-    lease_timeout_s: float
-    max_attempts: int
-    filter_zero_variance: bool
-
-    @property
-    def max_live_groups(self) -> int:
-        """The most groups that admission lets be alive at once: (S + 1) * G * n_pub."""
-        return (self.max_staleness + 1) * self.groups_per_batch * self.batches_per_publication
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,18 +83,37 @@ def waiting_for_next(b: Books, now: float) -> str:
     return waiting_for(b, b.next_batch, now) if _next_batch(b)[1] else ""
 
 
+def over(b: Books) -> str:
+    """Why the run has to end in order, from what is known now; empty while it may go on.
+
+    The prompts have ended with too few groups for a batch, or a long row of groups was left out.
+    """
+    r = b.rules
+    if b.prompts_ended and b.order.live < r.groups_per_batch:
+        return exhausted_reason(b)
+    if b.filtered_in_a_row < r.max_filtered_in_a_row:
+        return ""
+    return (
+        f"buffer.max_filtered_in_a_row={r.max_filtered_in_a_row}: so many groups in a row had all "
+        "rewards equal and were left out by buffer.filter_zero_variance: turn that off, or choose "
+        "prompts that the model sometimes, not always, answers right"
+    )
+
+
 def exhausted_reason(b: Books) -> str:
     """Why no further batch can be filled."""
+    why = f"{b.rules.prompts_end}: " if b.rules.prompts_end else ""
+    unused = ": not trained, their samples stay held" if b.order.live else ""
     return (
-        f"prompts exhausted: {b.order.live} groups left, "
-        f"batch {b.next_batch} needs {b.rules.groups_per_batch}{failures(b)}"
+        f"{why}prompts exhausted, {b.order.live} groups left, "
+        f"batch {b.next_batch} needs {b.rules.groups_per_batch}{unused}{failures(b)}"
     )
 
 
 def hopeless(b: Books) -> str:
     """Why batches stopped filling although prompts go on; empty while there is hope.
 
-    That is: a long row of groups failed and none completed, or was filtered and none kept.
+    That is: a long row of groups failed and none completed.
     """
     r = b.rules
     if b.last_failure is not None:
@@ -112,12 +131,6 @@ def hopeless(b: Books) -> str:
                 f"{b.attempts_in_vain} attempts in a row failed and no sample came in between, the "
                 f"last for its {kind} ({reason}): check {_LOOK_AT[kind]}"
             )
-    if b.filtered_in_a_row > max(64, 16 * r.groups_per_batch):
-        return (
-            f"{b.filtered_in_a_row} groups in a row had all rewards equal and were left out by "
-            "buffer.filter_zero_variance: turn it off, or choose prompts that the model "
-            "sometimes, not always, answers right"
-        )
     return ""
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from asyncrl.buffer.books import Books
 from asyncrl.buffer.dispatch import Dispatch, Group, Phase, State
 from asyncrl.buffer.leasing import admission_limit
 from asyncrl.types import Envelope, FailureKind, SampleHeader, SampleId
+
+MAX_REWARD = 1e30
+"""A reward beyond this, either way, is refused: its square must be finite in float64."""
 
 Status = Literal["accepted", "duplicate", "unknown"]
 
@@ -81,7 +83,7 @@ def fail(
     else:
         member.given_up = True
         group.unresolved -= 1
-        _shrink(b, group)
+        _give_up(b, group)
     return "accepted"
 
 
@@ -108,14 +110,14 @@ def _trainable(b: Books, h: SampleHeader, dispatch: Dispatch) -> bool:
     return (
         h.version_max >= h.version_min >= dispatch.lease.version
         and position <= admission_limit(b, h.version_min.version)
-        and math.isfinite(h.reward)
+        and abs(h.reward) <= MAX_REWARD  # false for not-a-number
     )
 
 
-def _shrink(b: Books, group: Group) -> None:
+def _give_up(b: Books, group: Group) -> None:
     """A member was given up: go on with the others, or remove the group."""
     remaining = sum(not m.given_up for m in group.members)
-    if remaining < 2:
+    if remaining < 2 or b.rules.failed_member == "drop":
         b.totals["groups_failed"] += 1
         b.failed_in_a_row += 1
         b.remove(group, Phase.FAILED, State.FAILED)

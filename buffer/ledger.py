@@ -26,12 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from asyncrl import staleness
 from asyncrl.buffer import batches, explain, intake, leasing
 from asyncrl.buffer.books import Books
-from asyncrl.buffer.dispatch import BatchAssignment, Phase, Rules, State
+from asyncrl.buffer.dispatch import BatchAssignment, Phase, State
 from asyncrl.buffer.intake import Status
-from asyncrl.errors import ConfigError, LedgerError
+from asyncrl.buffer.rules import FailedMember, Rules
+from asyncrl.errors import LedgerError
+from asyncrl.recording import Retired
 from asyncrl.types import (
     BatchPart,
     Envelope,
@@ -48,7 +49,8 @@ class Ledger:
     """Leases, admission, order, group assembly, assignment and conservation (docs/architecture.md).
 
     Every `now` is in seconds of one clock of the caller's, and must not go back. `prompts` may
-    end; each group id in it is new.
+    end; each group id in it is new. The other settings are those of `Rules`;
+    `max_filtered_in_a_row` is by default 16 batches of groups, at least 64.
 
     Raises:
         ConfigError: a setting out of range, or one that would stop the run.
@@ -66,7 +68,10 @@ class Ledger:
         ranks: int = 1,
         lease_timeout_s: float = 120.0,
         max_attempts: int = 3,
+        failed_member: FailedMember = "shrink",
         filter_zero_variance: bool = False,
+        max_filtered_in_a_row: int | None = None,
+        prompts_end: str = "",
     ) -> None:
         rules = Rules(
             group_size=group_size,
@@ -77,9 +82,15 @@ class Ledger:
             ranks=ranks,
             lease_timeout_s=lease_timeout_s,
             max_attempts=max_attempts,
+            failed_member=failed_member,
             filter_zero_variance=filter_zero_variance,
+            max_filtered_in_a_row=(
+                max(64, 16 * groups_per_batch)
+                if max_filtered_in_a_row is None
+                else max_filtered_in_a_row
+            ),
+            prompts_end=prompts_end,
         )
-        _check(rules)
         self._books = Books(rules, iter(prompts))
 
     # --- actors ------------------------------------------------------------------------------
@@ -119,7 +130,8 @@ class Ledger:
 
         A fault of the machinery frees the sample for any actor. A fault of the prompt or reward is
         tried again up to `max_attempts` times; then the group goes on without this member, or is
-        removed when fewer than two would remain. "duplicate": the dispatch had already ended.
+        removed: always with failed_member="drop", else when fewer than two would remain.
+        "duplicate": the dispatch had already ended.
         """
         return intake.fail(self._books, actor, lease, sample, kind, reason, now)
 
@@ -184,6 +196,27 @@ class Ledger:
             raise LedgerError(f"version {version} published after {self._books.version}")
         self._books.version = version
 
+    # --- recording ------------------------------------------------------------------------------
+
+    def keep_retired(self) -> None:
+        """From now on keep what became of accepted samples, for `take_retired`."""
+        if self._books.retired is None:
+            self._books.retired = []
+
+    def take_retired(self) -> list[Retired]:
+        """Samples whose fate was settled since the last call, each once; drain it often."""
+        taken = self._books.retired
+        if not taken:
+            return []
+        self._books.retired = []
+        return taken
+
+    def tell_held(self) -> None:
+        """No batch will be committed any more: what is still accepted retires as "held"."""
+        for group in self._books.groups.values():
+            for _, member in group.accepted():
+                self._books.tell(group, member)
+
     # --- facts -----------------------------------------------------------------------------------
 
     @property
@@ -211,6 +244,13 @@ class Ledger:
         """Whether no further batch can be filled: the prompts ended with too few groups left."""
         b = self._books
         return b.order.live < b.rules.groups_per_batch and not b.has_prompt()
+
+    def over(self) -> str:
+        """Why the run has to end in order, in a line; empty while it may go on.
+
+        Never reads a prompt: that these have ended is known once somebody asked for one.
+        """
+        return explain.over(self._books)
 
     def hopeless(self) -> str:
         """Why batches will not fill although prompts go on, in a line; empty while they may."""
@@ -270,26 +310,3 @@ class Ledger:
     def waiting_for_next(self, now: float) -> str:
         """What the next batch to be assigned lacks and who holds it; empty when complete."""
         return explain.waiting_for_next(self._books, now)
-
-
-def _check(rules: Rules) -> None:
-    """Refuse settings that are out of range or that would stop the run."""
-    for name in ("group_size", "groups_per_batch", "batches_per_publication", "ranks"):
-        if getattr(rules, name) < 1:
-            raise ConfigError(f"{name}={getattr(rules, name)} must be at least 1")
-    if rules.max_staleness < 0 or rules.max_attempts < 1 or rules.lease_timeout_s <= 0:
-        raise ConfigError(
-            f"max_staleness={rules.max_staleness} must be at least 0, max_attempts="
-            f"{rules.max_attempts} at least 1, lease_timeout_s={rules.lease_timeout_s} above 0"
-        )
-    if rules.filter_zero_variance and rules.group_size < 2:
-        raise ConfigError(
-            "buffer.filter_zero_variance with rollout.group_size=1 would leave out every group: "
-            "set group_size to 2 or more, or turn the filter off"
-        )
-    staleness.check_window(
-        rules.window,
-        rules.max_staleness,
-        rules.groups_per_batch,
-        rules.batches_per_publication,
-    )

@@ -1,18 +1,20 @@
 """The buffer's process: the ledger behind one ZeroMQ ROUTER socket, on one event loop.
 
-    actors ── lease, push, progress, fail ──►┐                        ┌─► record (emit)
-                                             │  ROUTER ─► answer ─► ledger
-    learner ── pull, commit, published ─────►┘     ▲         │
+    actors ── lease, push, progress, fail ──►┐                        ┌─► metrics (emit)
+                                             │  ROUTER ─► answer ─► ledger ─► retired samples
+    learner ── pull, commit, published ─────►┘     ▲         │        (buffer/trajectories.py)
                                                    └─ parked ┘
     consumes  one message at a time, in the order of arrival, in one task
     waits     for a message, or for the next tick (TICK_S)
     releases  parked lease requests: free samples, lower positions, a stop, their time
               parked pulls: a complete batch, exhausted prompts, hopeless work, a stop, their time
+              leases: their deadline, an actor that is silent, gone or replaced
 
 Every request gets exactly one reply, so a client's own outstanding requests bound the send queue
 (its high-water mark is off: a reply is never dropped). Array frames are kept and sent as they
 came. After a stop, batches that are assigned are still served, so that no rank is left alone in a
-batch that another has; new ones are not.
+batch that another has; new ones are not. The buffer stops the run itself when its prompts end or
+groups are left out without end.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ import zmq
 from zmq.asyncio import Context as AsyncContext
 
 from asyncrl import wire
-from asyncrl.buffer.answers import Answers, Emit
+from asyncrl.buffer.answers import Answers
+from asyncrl.buffer.clients import Clients
 from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.record import Emit, Recorder
 from asyncrl.buffer.refuse import refusal
+from asyncrl.buffer.trajectories import TrajectoryWriter
 from asyncrl.errors import WireError
 from asyncrl.types import Version
 
@@ -54,7 +59,9 @@ class BufferServer:
         ledger: the rules; nobody else may use it while the server runs.
         run_id: clients of another run are refused.
         host: address to bind; the port is the system's choice and part of the endpoint.
-        emit: takes the buffer's metrics after each commit.
+        emit: takes the buffer's metrics after each commit, and its events.
+        recording: takes the samples that retire; the server closes it at its end.
+        silent_after_s: an actor that says nothing for this long loses its leases to others.
         clock: seconds, never going back.
         drain_s: after a stop, `run` ends when no message has come for this long.
     """
@@ -66,6 +73,8 @@ class BufferServer:
         run_id: str,
         host: str = "127.0.0.1",
         emit: Emit | None = None,
+        recording: TrajectoryWriter | None = None,
+        silent_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         drain_s: float = 60.0,
     ) -> None:
@@ -73,7 +82,10 @@ class BufferServer:
         self._clock = clock
         self._drain_s = drain_s
         self._ledger = ledger
-        self._answers = Answers(ledger, run_id, clock, self._send, emit)
+        self._recorder = Recorder(ledger, recording, emit)
+        self._answers = Answers(
+            ledger, Clients(run_id, silent_after_s), clock, self._send, self._recorder
+        )
         self._context: Any = None
         self._poller: Any = None  # the ROUTER as the event loop sees it
         self._socket: Any = None  # the same one, to take and send without a future per message
@@ -108,22 +120,26 @@ class BufferServer:
         try:
             while not self._drained():
                 await self._poller.poll(TICK_S * 1000)
-                self._receive()
+                all_read = self._receive()
                 now = self._clock()
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self._ledger.expire(now)
+                    if all_read:
+                        self._answers.look_for_silence(now)
                 self._answers.serve_parked(now)
+                self._recorder.drain(over=self._answers.state == "done")
             self._answers.check_conservation()
         finally:
             self.close()
+            self._recorder.close()
 
-    def stop(self, reason: str, final: Version | None = None) -> None:
+    def stop(self, reason: str, final: Version | None = None, evaluate: bool = False) -> None:
         """End the run (call it on the server's loop): "done" with `final`, else "stopping".
 
         Parked requests are answered within TICK_S.
         """
-        self._answers.stop(reason, final)
+        self._answers.stop(reason, final, evaluate)
 
     def close(self) -> None:
         """Close the socket; `run` does it at its end."""
@@ -139,14 +155,16 @@ class BufferServer:
             return False
         return self._clock() - self._last_message_s >= self._drain_s
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Answer what has come, a burst at most; whether that was all."""
         for _ in range(BURST):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return True
             self._last_message_s = self._clock()
             self._handle(bytes(parts[0].buffer), [part.buffer for part in parts[1:]])
+        return False
 
     def _handle(self, identity: bytes, frames: Sequence[wire.Frame]) -> None:
         """Answer one message; whatever it is, the server goes on."""

@@ -1,11 +1,19 @@
-"""Trainer side of the gloo weight transfer: vLLM's trainer engine interface over a snapshot."""
+"""Trainer side of the gloo weight transfer: vLLM's trainer engine interface over a snapshot.
+
+    every worker: "I am here" ──► store ──► all here: go ──► gloo's own rendezvous ──► group
+                                        └─► one failed or is late: no ──► the others stop waiting
+
+gloo's rendezvous waits for all ranks and cannot be called off, hence the question before it. Waits
+for the workers (released by the joining deadline, or by a member's failure) and for the collective
+(released by its own deadline).
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +21,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroup
-from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+from torch.distributed.distributed_c10d import PrefixStore
+from vllm.distributed.utils import create_tcp_store, init_gloo_process_group
 from vllm.distributed.weight_transfer import (
     ParamMeta,
     TrainerWeightTransferEngine,
@@ -25,7 +34,9 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from asyncrl.errors import WeightSyncError
 from asyncrl.learner.snapshot import Snapshot
 from asyncrl.learner.weight_fleet import FleetClient
-from asyncrl.weights import uses_loopback
+from asyncrl.weights import ARRIVED, GO, uses_loopback
+
+_POLL_S = 0.005
 
 
 class SnapshotSource(WeightSource):  # type: ignore[misc]
@@ -63,6 +74,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
     client: FleetClient
     source: SnapshotSource
     group: ProcessGroup | None = None
+    _called_off: Any = None
 
     @classmethod
     def trainer_init(
@@ -77,48 +89,58 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
             "master_port": port,
             "rank_offset": 1,
             "world_size": init_info.world_size,
-            "timeout_s": init_info.timeout_s,
+            # Longer than the sender waits: it then tells them, rather than let them find out.
+            "timeout_s": init_info.timeout_s + client.limits.margin_s,
         }
         if uses_loopback(init_info.master_address):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-        def open_group() -> None:
-            engine.group = stateless_init_torch_distributed_process_group(
-                init_info.master_address,
-                port,
-                0,
-                init_info.world_size,
-                "gloo",
-                listen_socket=listener,
-                timeout=timedelta(seconds=init_info.timeout_s),
-            )
-
-        _both(lambda: client.init_weight_transfer_engine(worker_info), open_group)
+        _both(lambda: client.init_weight_transfer_engine(worker_info), client,
+              lambda: engine._open_group(init_info, listener))  # fmt: skip
         return engine
+
+    def _open_group(self, init_info: GlooTrainerInitInfo, listener: socket.socket) -> None:
+        timeout = timedelta(seconds=init_info.timeout_s)
+        store = create_tcp_store(
+            init_info.master_address, listener.getsockname()[1], listen_socket=listener,
+            world_size=init_info.world_size, is_master=True, wait_for_workers=False,
+            timeout=timeout,
+        )  # fmt: skip
+        keys = [ARRIVED.format(rank=rank) for rank in range(1, init_info.world_size)]
+        deadline = time.monotonic() + init_info.timeout_s
+        while not store.check(keys):
+            if self.client.failures or time.monotonic() > deadline:
+                store.set(GO, "no")
+                self._called_off = store  # until the workers have read it
+                raise RuntimeError("not all workers came to join the transfer group")
+            time.sleep(_POLL_S)
+        store.set(GO, "yes")
+        self.group = init_gloo_process_group(
+            PrefixStore("gloo", store), 0, init_info.world_size, timeout
+        )
 
     def send_weights(self) -> None:
         """One publication: begin, receive beside the broadcast, commit.
 
         Raises:
-            WeightSyncError: an actor failed or the client's deadline passed; the group is gone.
+            WeightSyncError: a member failed, or the broadcast did; the group is of no more use.
         """
         client = self.client
         info = self.source.snapshot.plan.to_info()
         info["bucket_bytes"] = self.source.snapshot.bucket_bytes
-        info["timeout_s"] = max(0.1, client.deadline - time.monotonic())
+        info["timeout_s"] = client.limits.transfer_s
         client.start_weight_update()
-        _both(lambda: client.update_weights(info), self._broadcast)
+        _both(lambda: client.update_weights(info), client, self._broadcast)
         client.finish_weight_update(str(client.version))
 
     def _broadcast(self) -> None:
         if self.group is None:
             raise WeightSyncError("gloo weight transfer: the group broke earlier")
+        deadline = time.monotonic() + self.client.limits.transfer_s
         try:
             for part in self.source.snapshot.buckets():
                 options = BroadcastOptions()
                 options.rootRank = 0
-                left = self.client.deadline - time.monotonic()
-                options.timeout = timedelta(seconds=max(0.1, left))
+                options.timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
                 self.group.broadcast([part], options).wait()
         except RuntimeError:
             self.shutdown()  # closes the connections: healthy actors then fail at once
@@ -129,15 +151,16 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         self.group = None
 
 
-def _both(control: Any, collective: Any) -> None:
-    """Run the control call beside the collective; its error, which names actors, comes first."""
+def _both(control: Callable[[], None], client: FleetClient, collective: Callable[[], None]) -> None:
+    """Run the control call beside the collective; its error, which names members, comes first."""
     with ThreadPoolExecutor(1, thread_name_prefix="weights-control") as pool:
         answer = pool.submit(control)
         try:
             collective()
         except RuntimeError as e:
+            client.hurry()
             answer.result()
-            raise WeightSyncError(f"broadcast failed although all actors answered: {e}") from e
+            raise WeightSyncError(f"the collective failed although all answered: {e}") from e
         answer.result()
 
 

@@ -16,19 +16,22 @@ import datetime
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from typing import TYPE_CHECKING
 
 from asyncrl import wire
 from asyncrl.buffer.client import BufferClient
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
+from asyncrl.hub import HubClient
 from asyncrl.idlog import IdLog
-from asyncrl.metrics import HubClient, IdleMeter, TimeShares
+from asyncrl.learner.members import Members
+from asyncrl.learner.stopping import StopRules
+from asyncrl.metrics import IdleMeter, TimeShares
+from asyncrl.pulse import Pulse
 from asyncrl.roles import RoleSettings
 from asyncrl.staleness import version_of_batch
 from asyncrl.types import BatchPart, Version
+from asyncrl.waits import Waits
 from asyncrl.weights import ParamSpec
 
 if TYPE_CHECKING:
@@ -50,19 +53,21 @@ class LearnerWorker:
         self.config = config
         self.settings = settings
         self.shares = TimeShares()
+        self.waits = Waits(settings.name, warn_s=config.log.wait_warn_s)
         self.version = Version(0, 0)
         self.step = 0
 
-    def bind_store(self) -> int:
-        """Rank 0: open the rendezvous of the ranks; the port it got."""
+    def bind(self) -> tuple[int, str]:
+        """Rank 0: the port of the ranks' rendezvous, the endpoint for actors' announcements."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+        self.members = Members(host=self.settings.host)
         self._store = TCPStore(
             self.settings.host, 0, self.settings.world, is_master=True, wait_for_workers=False
         )
-        return int(self._store.port)
+        return int(self._store.port), self.members.endpoint
 
-    def setup(self, store_host: str, store_port: int) -> dict[str, object]:
+    def setup(self, store_host: str, store_port: int) -> None:
         """Join the other ranks and load the model; collective."""
         import torch
         import torch.distributed as dist
@@ -89,69 +94,84 @@ class LearnerWorker:
             self.config, s.model_path, rank=s.rank, world=s.world,
             device="cuda:0" if s.device == "cuda" else "cpu",
         )  # fmt: skip
-        self.client = BufferClient(s.buffer_endpoint, s.run_id, "learner", s.rank)
-        self.client.hello()
         self.hub = HubClient(s.hub_endpoint, "learner", s.rank)
+        self.pulse = Pulse(
+            s.hub_endpoint, "learner", s.rank, waits=self.waits, metrics=[self.shares.metrics],
+            position=lambda: (self.step, self.version), children=False,
+        )  # fmt: skip
         self.ids = IdLog(s.ids_path)
-        self._event("learner_ready", seconds=round(time.monotonic() - began, 2))
-        return {"pid": os.getpid()}
+        self._event("startup", phase="learner", seconds=round(time.monotonic() - began, 2))
 
-    def run(self, actors: list[dict[str, Any]]) -> str:
-        """Train until `run.steps` batches are done or the buffer says stop; which of the two.
+    def run(self, buffer: str) -> str:
+        """Train until `run.steps` batches are done or the run is stopped.
 
         Args:
-            actors: what each ready actor announced (`name`, `endpoint`, `workers`).
+            buffer: the buffer's endpoint.
+
+        Returns:
+            Why it ended before `run.steps`; "" when it did not.
 
         Raises:
             LedgerError: no batch will ever fill; the message says why.
-            WeightSyncError: an actor did not take a publication.
+            WeightSyncError: the sending thread is stuck.
         """
-        config = self.config
+        config, s = self.config, self.settings
+        self.client = BufferClient(buffer, s.run_id, "learner", s.rank)
+        self.client.hello()
         self._reported = time.monotonic()
+        self._pulled_s = 0.0
+        self.stop_rules = StopRules(config)
         with self.shares.state("sync"):
-            self.publisher = self._make_publisher(actors)
+            self.publisher = self._make_publisher()
         self.idle = IdleMeter(self.shares)
         n = config.learner.batches_per_publication
-        ended = "finished"
+        ended = ""
         for batch in range(1, config.run.steps + 1):
             part = self._pull(batch)
-            if part is None:
-                ended = "stopped"
+            if isinstance(part, str):
+                ended = part
                 break
-            self._train(part)
+            metrics = self._train(part)
             if batch % n == 0 or batch == config.run.steps:
                 self._publish()
+            reason = self.stop_rules.after_batch(batch, metrics) if s.rank == 0 else None
+            if reason is not None and batch < config.run.steps:
+                self.client.stop(
+                    reason, evaluate=True
+                )  # which the next pull of every rank is answered with
         self._finish(ended)
         return ended
 
-    def _make_publisher(self, actors: list[dict[str, Any]]) -> BroadcastPublisher:
+    def _make_publisher(self) -> BroadcastPublisher:
         import torch
 
         from asyncrl.learner.publish import BroadcastPublisher
-        from asyncrl.learner.weight_fleet import Receiver
 
         s, dtype = self.settings, self.config.engine.dtype
         shapes = self.trainer.policy.parameter_shapes()
         return BroadcastPublisher(
-            [Receiver(a["name"], a["endpoint"], a["workers"]) for a in actors],
-            rank=s.rank, world=s.world, backend=s.weight_backend, address=s.host,
+            self.members if s.rank == 0 else None, rank=s.rank,
+            backend=s.weight_backend, address=s.host,
             source=lambda: self.trainer.full_parameters(getattr(torch, dtype)),
             metadata=[ParamSpec(name, dtype, shape) for name, shape in shapes.items()],
             device=self.trainer.device, timeout_s=self.config.weights.timeout_s,
         )  # fmt: skip
 
-    def _pull(self, batch: int) -> BatchPart | None:
-        with self.shares.state("get_wait"):
+    def _pull(self, batch: int) -> BatchPart | str:
+        """This rank's part of a batch, or why there is none."""
+        began = time.monotonic()
+        with self.shares.state("get_wait"), self.waits.on(f"batch {batch}", "buffer-0") as wait:
             while True:
                 reply = self.client.pull(batch, wait_s=PULL_WAIT_S)
                 if isinstance(reply, BatchPart):
+                    self._pulled_s = time.monotonic() - began
                     return reply
                 if isinstance(reply, wire.Stopped):
                     log.info("no batch %d: %s", batch, reply.reason)
-                    return None
-                log.info("%s waits for %s", self.settings.name, reply.waiting_for)
+                    return reply.reason
+                wait.owner = f"buffer-0: {reply.waiting_for}"
 
-    def _train(self, part: BatchPart) -> None:
+    def _train(self, part: BatchPart) -> dict[str, float]:
         planned = version_of_batch(part.batch, self.config.learner.batches_per_publication)
         if self.version.version != planned:
             raise AsyncRLError(
@@ -169,35 +189,62 @@ class LearnerWorker:
             self.client.commit(part.batch, dropped=result.dropped)
         self.step = part.batch
         self._report(result)
+        return result.metrics
 
     def _publish(self) -> None:
         self.version = Version(self.version.incarnation, self.version.version + 1)
-        with self.shares.state("sync"):
+        with (
+            self.shares.state("sync"),
+            self.waits.on("the last publication to leave", self.publisher.waiting_for),
+        ):
             self.publisher.publish(self.version)
         if self.settings.rank == 0:
             self.client.published(self.version)
             self._event("publication", publication=str(self.version))
 
     def _finish(self, ended: str) -> None:
-        with self.shares.state("sync"):
-            self.publisher.wait()
-        if self.config.learner.save_final and self.step > 0:
+        config, timeout = self.config, self.config.weights.timeout_s
+        self._behind_last()
+        with (
+            self.shares.state("sync"),
+            self.waits.on("actors to take the last version", self.publisher.waiting_for, timeout),
+        ):
+            for name in self.publisher.finish(timeout):
+                log.warning("%s has not taken the last version %s", name, self.version)
+        self._tell_publisher()
+        if config.learner.save_final and self.step > 0:
             with self.shares.state("checkpoint"):
                 self.trainer.save_hf(os.path.join(self.settings.run_dir, "checkpoints", "final"))
         if self.settings.rank == 0:
-            self.client.stop(f"{ended} after {self.step} steps", final=self.version)
+            why = ended or f"finished after {self.step} steps"
+            # A stop that somebody else asked for without an evaluation wins over this.
+            self.client.stop(why, final=self.version, evaluate=True)
+
+    def _behind_last(self) -> None:
+        """Publish what was trained since the last publication, when the run was stopped."""
+        if self.step % self.config.learner.batches_per_publication and (
+            self.step < self.config.run.steps
+        ):
+            self._publish()
+
+    def _tell_publisher(self) -> None:
+        """Write what happened to members of the weights plane."""
+        if self.settings.rank == 0:
+            for event in self.publisher.take_events():
+                self._event(publication=event.pop("version"), **event)
 
     def _report(self, result: StepResult) -> None:
         """One record; rates are per second since the last one, waiting included."""
         values = dict(result.metrics) if self.settings.rank == 0 else {}
         values |= self.shares.metrics()
-        values["host/rss_bytes"] = psutil.Process().memory_info().rss
+        values["queue/get_wait_s"] = self._pulled_s
         if self.settings.rank == 0:
             now = time.monotonic()
             seconds, self._reported = now - self._reported, now
             values["throughput/train_tok_s"] = result.tokens / seconds
             values["throughput/samples_s"] = result.samples / seconds
             values |= self.publisher.take_timings()
+            self._tell_publisher()
         share = self.idle.read()
         if share is not None:
             values["idle/trainer_frac"] = share
@@ -207,17 +254,18 @@ class LearnerWorker:
             hist=result.hist if self.settings.rank == 0 else {},
         )  # fmt: skip
 
-    def _event(self, what: str, **fields: object) -> None:
+    def _event(self, event: str, **fields: object) -> None:
         self.hub.emit(
             step=self.step, version=self.version.version, incarnation=self.version.incarnation,
-            event={"event": what, **fields},
+            event={"event": event, **fields},
         )  # fmt: skip
 
     def close(self) -> None:
         """Leave every group and close every socket; what fails is logged, the rest still closes."""
         import torch.distributed as dist
 
-        parts = [getattr(self, p, None) for p in ("publisher", "ids", "client", "hub")]
+        names = ("pulse", "publisher", "members", "ids", "client", "hub")
+        parts = [getattr(self, name, None) for name in names]
         steps = [part.close for part in parts if part is not None]
         if dist.is_initialized():
             steps.append(dist.destroy_process_group)

@@ -1,13 +1,19 @@
-"""Time shares, and records from a role's socket to the files."""
+"""Where a process's time goes, and its pulse."""
 
-import json
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.metrics import STATES, Hub, HubClient, IdleMeter, JsonlSink, TimeShares
+from asyncrl.metrics import STATES, Hub, IdleMeter, TimeShares
+from asyncrl.pulse import ProcessMeter, Pulse
+from asyncrl.types import Version
+from asyncrl.waits import Waits
+from tests.helpers.metric_names import undocumented
 
 ops = st.lists(
     st.tuples(st.sampled_from(STATES[:-1]), st.booleans(), st.floats(0, 10)), max_size=60
@@ -54,77 +60,177 @@ def test_idle_meter_reads_the_share_since_the_last_reading():
     assert meter.read() == pytest.approx(0.0)
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def test_threads_may_share_a_process_s_time():
+    shares = TimeShares()
+    began = time.monotonic()
+    end = threading.Event()
 
+    def work(state):
+        while not end.is_set():
+            with shares.state(state):
+                pass
 
-def test_records_of_many_roles_reach_the_files(tmp_path):
-    metrics, events = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
-    hub = Hub([JsonlSink(str(metrics), str(events))], run_id="r1")
-
-    def role(rank):
-        client = HubClient(hub.endpoint, "actor", rank)
-        for step in range(200):
-            client.emit({"queue/depth": step}, step=step, version=step // 2, incarnation=0)
-        client.emit(step=200, version=100, event={"event": "end", "rank_seen": rank})
-        client.close()
-
-    threads = [threading.Thread(target=role, args=(rank,)) for rank in range(4)]
+    threads = [threading.Thread(target=work, args=(s,)) for s in ("train", "get_wait")]
     for thread in threads:
         thread.start()
+    for _ in range(3000):
+        shares.metrics()
+    end.set()
     for thread in threads:
         thread.join()
+    assert sum(shares.totals().values()) == pytest.approx(time.monotonic() - began, abs=0.5)
+    assert shares._active == dict.fromkeys(STATES, 0) | {"idle": 1}
+
+
+class Kept:
+    """A sink that remembers, and can be waited on."""
+
+    in_memory = True
+
+    def __init__(self):
+        self.records = []
+        self._changed = threading.Condition()
+
+    def write(self, record):
+        with self._changed:
+            self.records.append(record)
+            self._changed.notify_all()
+
+    def close(self):
+        pass
+
+    def wait_for(self, condition, timeout=30):
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: any(condition(r) for r in self.records), timeout
+            ), self.records
+            return next(r for r in self.records if condition(r))
+
+
+@pytest.fixture
+def kept():
+    return Kept()
+
+
+@pytest.fixture
+def hub(kept):
+    hub = Hub([kept], run_id="r")
+    yield hub
     hub.close()
-    lines = read(metrics)
-    assert len(lines) == 800
-    assert {line["run_id"] for line in lines} == {"r1"}
-    for rank in range(4):
-        mine = [line for line in lines if line["rank"] == rank]
-        assert [line["metrics"]["queue/depth"] for line in mine] == list(range(200))
-        assert all(line["role"] == "actor" and "event" not in line for line in mine)
-    assert sorted(line["rank_seen"] for line in read(events)) == [0, 1, 2, 3]
-    walls = [line["wall_s"] for line in lines]
-    assert walls == sorted(walls)
 
 
-def test_a_failing_sink_does_not_stop_the_others(tmp_path, caplog):
-    class Broken:
-        def write(self, record):
-            raise OSError("disk full")
-
-        def close(self):
-            raise AssertionError("a sink that is off must not be closed again")
-
-    metrics = tmp_path / "metrics.jsonl"
-    hub = Hub([Broken(), JsonlSink(str(metrics), str(tmp_path / "e"))], run_id="r")
-    client = HubClient(hub.endpoint, "learner")
-    for step in range(3):
-        client.emit({"loss/policy": 1.0}, step=step, version=0)
-    client.close()
-    hub.close()
-    assert len(read(metrics)) == 3
-    assert caplog.text.count("Broken failed") == 1
-
-
-def test_records_that_find_no_room_are_counted():
-    client = HubClient("tcp://127.0.0.1:1", "actor")  # nobody listens: the queue fills up
-    client._socket.setsockopt(17, 0)  # LINGER: nothing to wait for at the end
-    sent = 10_050
-    for step in range(sent):
-        client.emit({"queue/depth": 1.0}, step=step, version=0)
-    assert 0 < client._dropped <= sent
-    client.close()
+def test_pulse_tells_waits_time_and_cost_while_the_role_is_blocked(hub, kept):
+    shares, waits = TimeShares(), Waits("learner-1")
+    pulse = Pulse(
+        hub.endpoint, "learner", 1, waits=waits, position=lambda: (3, Version(0, 2)),
+        metrics=[shares.metrics], every_s=0.15,
+    )  # fmt: skip
+    with shares.state("get_wait"), waits.on("batch 4", owner="buffer-0", deadline_s=9.0):
+        # This thread does nothing but wait here.
+        record = kept.wait_for(lambda r: r["waits"] and "host/cpu_frac" in r["metrics"])
+    assert (record["role"], record["rank"], record["step"], record["version"]) == (
+        "learner", 1, 3, 2,
+    )  # fmt: skip
+    (wait,) = record["waits"]
+    assert (wait["what"], wait["on"]) == ("batch 4", "buffer-0")
+    assert 0 < wait["deadline_s"] <= 9.0
+    assert record["metrics"]["time/get_wait_s"] > 0
+    assert record["metrics"]["host/rss_bytes"] > 10e6
+    assert undocumented(record["metrics"], "Every process") == []
+    kept.records.clear()
+    pulse.close()
+    assert kept.wait_for(lambda r: not r["waits"])
+    assert not pulse._thread.is_alive()
+    pulse.close()
 
 
-def test_malformed_records_are_counted(tmp_path):
-    import zmq
+def test_pulse_survives_what_it_is_given(hub, kept, caplog):
+    def broken():
+        raise RuntimeError("no such engine")
 
-    hub = Hub([], run_id="r")
-    context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.connect(hub.endpoint)
-    socket.send(b"\xc1 not msgpack")
-    socket.close(linger=2000)
-    context.term()
-    hub.close()
-    assert hub.malformed == 1
+    pulse = Pulse(
+        hub.endpoint, "actor", 0, waits=Waits("actor-0"), position=lambda: (0, Version(0, 0)),
+        metrics=[broken, lambda: {"actor/in_flight": 2.0}], every_s=0.02,
+    )  # fmt: skip
+    for _ in range(3):
+        kept.records.clear()
+        kept.wait_for(lambda r: r["metrics"].get("actor/in_flight") == 2.0)
+    pulse.close()
+    assert len(caplog.records) == 1
+
+
+def test_pulse_without_a_position_says_nothing_and_ends(hub, kept, caplog):
+    def position():
+        raise AttributeError("not set up")
+
+    asked = threading.Event()
+    pulse = Pulse(
+        hub.endpoint, "actor", 0, waits=Waits("actor-0"), position=position,
+        metrics=[lambda: asked.set() or {}], every_s=0.02,
+    )  # fmt: skip
+    assert asked.wait(30)
+    pulse.close()
+    assert not pulse._thread.is_alive()
+    assert kept.records == []
+    assert len(caplog.records) == 1
+
+
+def test_pulse_logs_waits_that_grow_long(hub, caplog):
+    logged = threading.Event()
+    waits = Waits("actor-0", warn_s=0.01)
+    warn = waits.warn
+
+    def warn_and_tell():
+        warn()
+        if "has waited" in caplog.text:
+            logged.set()
+
+    waits.warn = warn_and_tell
+    pulse = Pulse(
+        hub.endpoint, "actor", 0, waits=waits, position=lambda: (0, Version(0, 0)), every_s=0.02
+    )
+    with waits.on("leases", owner="buffer-0"):
+        assert logged.wait(30)
+    pulse.close()
+
+
+def test_pulse_ends_when_nobody_listens():
+    pulse = Pulse(
+        "tcp://127.0.0.1:1", "actor", 0, waits=Waits("actor-0"),
+        position=lambda: (0, Version(0, 0)), every_s=0.02,
+    )  # fmt: skip
+    began = time.monotonic()
+    pulse.close()
+    assert time.monotonic() - began < 10
+
+
+BURN = """
+import os, sys
+print("up", flush=True)
+sys.stdin.readline()
+while sum(os.times()[:2]) < 0.6: pass
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_processor_time_counts_child_processes():
+    child = subprocess.Popen(
+        [sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "up\n"
+        with_child, alone = ProcessMeter(), ProcessMeter(children=False)
+        began = time.monotonic()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "done\n"
+        both, mine = with_child.read(), alone.read()
+        seconds = time.monotonic() - began
+        assert both["host/cpu_frac"] * seconds > 0.4
+        assert both["host/cpu_frac"] - mine["host/cpu_frac"] > 0.3 / seconds
+        assert both["host/rss_bytes"] > mine["host/rss_bytes"] + 1e6
+    finally:
+        child.kill()
+        child.communicate()
+    assert with_child.read()["host/rss_bytes"] < both["host/rss_bytes"]

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import inspect
-import math
 import os
 import signal
 import sys
 from typing import BinaryIO
 
 from asyncrl.actors.rewards.frames import Ready, Score, Scored, pack, read, request_decoder
-from asyncrl.actors.rewards.registry import resolve_reward
+from asyncrl.actors.rewards.registry import as_reward, resolve_reward
 from asyncrl.errors import UserError
 from asyncrl.protocols import Reward
 
@@ -40,24 +38,6 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
     os.close(null)
     os.dup2(2, 1)
     return incoming, outgoing
-
-
-def as_reward(value: object) -> float:
-    """A finite float from what a reward function returned.
-
-    Raises:
-        TypeError, ValueError: it is no number, or not a finite one.
-    """
-    if inspect.iscoroutine(value):
-        value.close()
-        raise TypeError("returned a coroutine: make it a plain function")
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        shown = " ".join(repr(value).split())[:80]
-        raise TypeError(f"returned {shown} ({type(value).__name__}), expected a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number}, expected a finite number")
-    return number
 
 
 def _score(function: Reward, request: Score) -> Scored:

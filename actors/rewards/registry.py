@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
 
@@ -68,3 +69,21 @@ def resolve_reward(spec: str) -> Reward:
     except ValueError:  # a builtin without a signature: the first call will tell
         pass
     return found
+
+
+def as_reward(value: object) -> float:
+    """A finite float from what a reward function returned.
+
+    Raises:
+        TypeError, ValueError: it is no number, or not a finite one.
+    """
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError("returned a coroutine: make it a plain function")
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        shown = " ".join(repr(value).split())[:80]
+        raise TypeError(f"returned {shown} ({type(value).__name__}), expected a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}, expected a finite number")
+    return number

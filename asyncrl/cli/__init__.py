@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from asyncrl.cli import config, launch, model, version
+from asyncrl.cli import config, launch, model, status, version
 
 app = typer.Typer(
     name="asyncrl",
@@ -16,6 +16,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("launch")(launch.launch)
+app.command("status")(status.status)
 app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
 app.command("version")(version.version)

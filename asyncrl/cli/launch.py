@@ -27,6 +27,10 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the plan, start nothing.")
     ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="All roles in this process, without Ray: breakpoints work."),
+    ] = False,
 ) -> None:
     """Start a run: A engines generate while L ranks train."""
     resolved = resolve(config, overrides, actors, learners, run_name)
@@ -47,6 +51,7 @@ def launch(
         config_text=to_yaml(resolved.config, resolved.sources),
         preset=resolved.name,
         model_path=str(plan.model_path),
+        debug=debug,
     )
     raise typer.Exit(code)
 

@@ -14,7 +14,8 @@ HEAD = """# Configuration
 
 Every key, as `asyncrl config reference` prints it. A YAML file holds sections and keys;
 `section.key=value` on the command line overrides; `asyncrl config show` prints the resolved values
-with where each came from.
+with where each came from. A list is written as in YAML, e.g.
+`'cluster.actor_places=["local:0,1", "local:2,3"]'` in a shell.
 """
 
 
@@ -78,7 +79,8 @@ def _plain(annotation: ast.expr) -> str:
             assert isinstance(field, ast.Call)
             limits = ", ".join(f"{k.arg}={ast.unparse(k.value)}" for k in field.keywords)
             return f"{_plain(elements[0])}, {limits}"
-    names = {"Positive": "int, from 1", "NonNegative": "int, from 0", "Seconds": "seconds",
+    names = {"tuple[str, ...]": "list of texts", "tuple[Decay, Decay]": "two of 0 <= float < 1",
+             "Positive": "int, from 1", "NonNegative": "int, from 0", "Seconds": "seconds",
              "Dtype": "bfloat16 / float32", "str": "text", "bool": "true / false"}  # fmt: skip
     text = ast.unparse(annotation)
     return names.get(text, text)

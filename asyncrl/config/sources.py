@@ -15,8 +15,8 @@ SHIPPED = Path(__file__).parent.parent / "configs"
 
 def shipped() -> dict[str, Path]:
     """Name (e.g. "quickstart" or "correction/x") and path of each shipped configuration."""
-    paths = sorted(SHIPPED.rglob("*.yaml"))
-    return {p.relative_to(SHIPPED).with_suffix("").as_posix(): p for p in paths}
+    found = {p.relative_to(SHIPPED).with_suffix("").as_posix(): p for p in SHIPPED.rglob("*.yaml")}
+    return dict(sorted(found.items()))
 
 
 def find(name: str) -> Path:

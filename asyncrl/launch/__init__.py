@@ -6,15 +6,26 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import uuid
 from contextlib import redirect_stderr, redirect_stdout
+from typing import TYPE_CHECKING
+
+import psutil
 
 from asyncrl.config.schema import Config
+
+if TYPE_CHECKING:
+    from asyncrl.launch.folder import RunFolder
+    from asyncrl.launch.placement import Placement
+    from asyncrl.launch.reaper import Guard
 
 __all__ = ["launch"]
 
 
-def launch(config: Config, *, config_text: str, preset: str, model_path: str) -> int:
+def launch(
+    config: Config, *, config_text: str, preset: str, model_path: str, debug: bool = False
+) -> int:
     """Run to the end; the exit code: 0 also after an orderly Ctrl-C, 130 after a second one.
 
     Args:
@@ -22,16 +33,20 @@ def launch(config: Config, *, config_text: str, preset: str, model_path: str) ->
         config_text: the resolved configuration, written to config.yaml.
         preset: name of the configuration, the start of the folder's default name.
         model_path: folder of the model.
+        debug: all roles in this process (`asyncrl.launch.debug`).
 
     Raises:
-        AsyncRLError: a role died, or nothing became ready in time.
+        AsyncRLError: a role died for good, or nothing became ready in time.
     """
-    from asyncrl.launch.cluster import place
     from asyncrl.launch.folder import RunFolder
     from asyncrl.launch.interrupt import Interrupt
-    from asyncrl.launch.reaper import MARK, Guard, sweep
-    from asyncrl.launch.run import Run
+    from asyncrl.launch.placement import place
+    from asyncrl.launch.reaper import MARK, Guard
 
+    if debug:
+        from asyncrl.launch.debug import for_debugging
+
+        config = for_debugging(config)
     placement = place(config)
     folder = RunFolder(config, preset)
     folder.create(config_text)
@@ -40,7 +55,19 @@ def launch(config: Config, *, config_text: str, preset: str, model_path: str) ->
     # Sockets of Ray and vLLM: a short path, of this run alone, that goes with it.
     scratch = tempfile.mkdtemp(prefix="asyncrl-")
     os.environ["VLLM_RPC_BASE_PATH"] = scratch
-    guard, interrupt = Guard(run_id, scratch), Interrupt()
+    guard = Guard(run_id, scratch)
+    if debug:
+        try:
+            return _debug(config, folder, placement, run_id, model_path)
+        finally:
+            _tidy(guard, run_id, scratch)
+    interrupt = Interrupt()
+    if placement.device == "cpu":
+        _import_ahead(config, placement.actor_threads, scratch, folder.log_of("forkserver"))
+
+    from asyncrl.launch.desk import Desk
+    from asyncrl.launch.run import Run
+
     view_file, run = sys.stdout, None
     # Ray writes its own remarks to both streams; they belong to a log, not between our lines.
     with (
@@ -49,15 +76,52 @@ def launch(config: Config, *, config_text: str, preset: str, model_path: str) ->
         redirect_stderr(log),
     ):
         try:
-            run = Run(config, folder, placement, run_id, model_path, scratch, interrupt, view_file)
+            desk = Desk(config, folder, run_id, view_file, _began())
+            run = Run(desk, placement, model_path, scratch, interrupt)
             return run.go()
         finally:
             interrupt.mute()
             if run is not None:
                 run.close()
-            sweep(run_id)
-            guard.dismiss()
-            shutil.rmtree(scratch, ignore_errors=True)
-            for name in (MARK, "VLLM_RPC_BASE_PATH"):
-                os.environ.pop(name, None)
+            _tidy(guard, run_id, scratch)
             interrupt.restore()
+
+
+def _debug(
+    config: Config, folder: RunFolder, placement: Placement, run_id: str, model_path: str
+) -> int:
+    from asyncrl.actors.vllm_setup import engine_environment
+    from asyncrl.launch.debug import DebugRun
+    from asyncrl.launch.desk import Desk
+
+    threads = placement.actor_threads
+    os.environ.update(
+        engine_environment(device="cpu", threads=threads, eager=config.engine.enforce_eager)
+    )
+    desk = Desk(config, folder, run_id, sys.stdout, _began())
+    return DebugRun(desk, placement, model_path).go()
+
+
+def _tidy(guard: Guard, run_id: str, scratch: str) -> None:
+    """Leave nothing of the run behind but its folder."""
+    from asyncrl.launch.reaper import MARK, sweep
+
+    sweep(run_id)
+    guard.dismiss()
+    shutil.rmtree(scratch, ignore_errors=True)
+    for name in (MARK, "VLLM_RPC_BASE_PATH"):
+        os.environ.pop(name, None)
+
+
+def _import_ahead(config: Config, threads: int, scratch: str, log_path: str) -> None:
+    """Start this machine's fork server, whose imports then run beside the start of Ray."""
+    from asyncrl.actors.vllm_setup import engine_environment
+    from asyncrl.launch.forkserver import ensure
+
+    env = engine_environment(device="cpu", threads=threads, eager=config.engine.enforce_eager)
+    ensure(scratch, env, log_path)
+
+
+def _began() -> float:
+    """When this process began, on the clock of time.monotonic."""
+    return time.monotonic() - (time.time() - psutil.Process().create_time())

@@ -1,96 +1,17 @@
-"""Ray: one process a role, placed on devices; its start and its end."""
+"""Ray: one thin host a role, placed on the machines that there are; its start and its end."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import socket
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.placement import Assignment, Placement, assign, nodes_of
 from asyncrl.launch.reaper import MARK
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where each role runs and with what.
-
-    >>> Placement("cpu", "gloo", actor_threads=1, learner_threads=1).gpus(6, 2)
-    0
-    """
-
-    device: Literal["cpu", "cuda"]
-    weight_backend: Literal["gloo", "nccl"]
-    actor_threads: int
-    learner_threads: int
-    actor_gpus: int = 0
-    """GPUs of each actor."""
-    learner_gpus: int = 0
-    """GPUs of each learner rank."""
-
-    def gpus(self, actors: int, learners: int) -> int:
-        """GPUs that the run needs."""
-        return actors * self.actor_gpus + learners * self.learner_gpus
-
-
-def gpus_here() -> int:
-    """NVIDIA GPUs that this process may use, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
-    folder = "/proc/driver/nvidia/gpus"
-    return len(os.listdir(folder)) if os.path.isdir(folder) else 0
-
-
-def place(config: Config) -> Placement:
-    """Resolve device and threads.
-
-    Raises:
-        ConfigError: cuda is asked for and there is no GPU here.
-    """
-    c = config.cluster
-    have = gpus_here()
-    device = c.device
-    if device == "auto" and c.address is not None and not have:
-        raise ConfigError(
-            "cluster.device=auto: this machine has no GPU and says nothing about the cluster at "
-            "cluster.address: set cluster.device=cpu or cuda"
-        )
-    if device == "auto":
-        device = "cuda" if have else "cpu"
-    if device == "cuda" and not have and c.address is None:
-        raise ConfigError(
-            "cluster.device=cuda: there is no NVIDIA GPU on this machine; "
-            "set cluster.device=cpu or cluster.address"
-        )
-    cores = len(os.sched_getaffinity(0))
-    share = max(1, cores // (c.actors + c.learners))
-    backend = config.weights.backend
-    cuda = device == "cuda"
-    return Placement(
-        device=device,
-        weight_backend=("nccl" if cuda else "gloo") if backend == "auto" else backend,
-        actor_threads=config.engine.threads or share,
-        learner_threads=config.learner.threads or share,
-        actor_gpus=config.engine.tensor_parallel if cuda else 0,
-        learner_gpus=1 if cuda else 0,
-    )
-
-
-def launcher_address(cluster: str | None) -> str:
-    """Where the launcher binds: loopback, or its address on the network of the cluster."""
-    if cluster is None:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: connecting a datagram socket only picks the route's own address.
-        try:
-            probe.connect((cluster.rpartition(":")[0] or socket.gethostname(), 1))
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
-        return str(probe.getsockname()[0])
+from asyncrl.launch.role_main import RoleSpec
 
 
 class Cluster:
@@ -105,7 +26,8 @@ class Cluster:
 
         self._ray = ray
         self._gpus = placement.gpus(config.cluster.actors, config.cluster.learners)
-        self._actors: list[Any] = []
+        self._hosts: list[Any] = []
+        self._scratch = scratch
         common: dict[str, Any] = {
             "include_dashboard": False, "log_to_driver": False,
             "logging_level": logging.ERROR,
@@ -129,27 +51,44 @@ class Cluster:
                 address="local", namespace=run_id, num_cpus=roles, num_gpus=self._gpus,
                 object_store_memory=80 << 20, _temp_dir=scratch, **common,
             )  # fmt: skip
-        self._check_gpus()
+        self.assignment = self._assign(config, placement)
 
-    def _check_gpus(self) -> None:
-        have = int(self._ray.cluster_resources().get("GPU", 0))
-        if self._gpus > have:
-            raise ConfigError(
-                f"cluster: the run needs {self._gpus} GPUs (actors x tensor_parallel + "
-                f"learners), Ray has {have}: lower cluster.actors or cluster.learners"
-            )
+    def _assign(self, config: Config, placement: Placement) -> Assignment:
+        from ray._private.state import available_resources_per_node
 
-    def start(self, host: type, *args: Any, gpus: int = 0) -> Any:
-        """Start a role's process; its Ray handle."""
-        remote = self._ray.remote(host).options(num_cpus=0, num_gpus=gpus, max_restarts=0)
-        handle = remote.remote(*args)
-        self._actors.append(handle)
-        return handle
+        here = self._ray.get_runtime_context().get_node_id()
+        free = available_resources_per_node() if config.cluster.address else None
+        try:
+            return assign(config, placement, nodes_of(self._ray.nodes(), here, free))
+        except ConfigError:
+            self.close()
+            raise
+
+    def start(self, spec: RoleSpec, log_path: str) -> Any:
+        """Start a role's host where the role was assigned; its Ray handle."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from asyncrl.launch.hosts import RoleHost
+
+        s = spec.settings
+        place = self.assignment.place(s.role, s.rank)
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": place.num_gpus, "max_restarts": 0}
+        if place.node is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
+        host = self._ray.remote(RoleHost).options(**options).remote(spec, self._scratch, log_path)
+        self._hosts.append(host)
+        return host
+
+    def kill(self, host: Any) -> None:
+        """End a host, and with it its role."""
+        with contextlib.suppress(Exception):
+            self._ray.kill(host)
+        with contextlib.suppress(ValueError):
+            self._hosts.remove(host)
 
     def close(self) -> None:
         """End every role and, if it is ours, Ray."""
-        for handle in self._actors:
-            with contextlib.suppress(Exception):
-                self._ray.kill(handle)
+        for host in list(self._hosts):
+            self.kill(host)
         with contextlib.suppress(Exception):
             self._ray.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from typing import TextIO
 
@@ -13,9 +14,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.launch import words
 from asyncrl.launch.board import Board
+from asyncrl.launch.words import clock, share
 
 _BARS = "▁▂▃▄▅▆▇█"
+LOADING_ROWS = 5
+"""Phases of starting roles shown at once."""
+LOADING_EVERY_S = 10.0
+"""How often plain lines tell what is being loaded."""
 
 
 def sparkline(values: Iterable[float], width: int = 40) -> str:
@@ -38,22 +45,6 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
     return "".join(_BARS[round((v - low) / (high - low) * (len(_BARS) - 1))] for v in data)
 
 
-def clock(seconds: float | None) -> str:
-    """m:ss, or a dash.
-
-    >>> clock(65.2), clock(None)
-    ('1:05', '-')
-    """
-    if seconds is None:
-        return "-"
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def share(value: float | None) -> str:
-    """A fraction as a percentage, or a dash."""
-    return "-" if value is None else f"{value * 100:.0f} %"
-
-
 class ConsoleView:
     """Shows a Board until `close`."""
 
@@ -66,6 +57,7 @@ class ConsoleView:
             mode = "live" if self.console.is_terminal else "plain"
         self.mode = mode
         self._told = 0
+        self._told_loading = time.monotonic()
         self._live: Live | None = None
         if mode == "live":
             self._live = Live(
@@ -90,6 +82,11 @@ class ConsoleView:
         elif self.mode == "plain" and self.board.step > self._told:
             self._told = self.board.step
             self.say(self._line())
+        elif self.mode == "plain" and self.board.training_began is None:
+            now = time.monotonic()
+            if now - self._told_loading >= LOADING_EVERY_S and (rows := self._loading_rows()):
+                self._told_loading = now
+                self.say("  " + "; ".join(rows))
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -114,50 +111,74 @@ class ConsoleView:
     def _panel(self) -> Panel:
         b, m, c = self.board, self.board.learner, self.board.config
         table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold cyan", justify="right", no_wrap=True)
-        table.add_column(no_wrap=True, overflow="ellipsis")
-        table.add_row(
+        table.add_column(style="bold cyan", justify="right", no_wrap=True, min_width=9)
+        table.add_column()
+
+        def row(label: str, text: str) -> None:
+            table.add_row(label, Text(text, no_wrap=True, overflow="ellipsis"))
+
+        row(
             "step", f"{b.step}/{c.run.steps}   version {b.version}   left {clock(b.seconds_left())}"
         )
         table.add_row("", ProgressBar(total=c.run.steps, completed=b.step, width=60))
-        table.add_row(
-            "reward",
-            f"{b.rewards[-1]:.3f}  {sparkline(b.rewards)}" if b.rewards else "-",
-        )
-        table.add_row(
+        row("reward", f"{b.rewards[-1]:.3f}  {sparkline(b.rewards)}" if b.rewards else "-")
+        row(
             "staleness",
             f"mean {m.get('staleness/head/mean', 0):.2f}   max {m.get('staleness/head/max', 0):.0f}"
             f"   limit {c.buffer.max_staleness}",
         )
-        table.add_row(
+        restarts = b.fleet.restarts()
+        row(
             "generate",
-            f"{b.gen_tok_s():.0f} tok/s   actors {len(b.actors)}/{c.cluster.actors}"
-            f"   waiting {share(b.actors_idle())}",
+            f"{b.gen_tok_s():.0f} tok/s   actors {b.fleet.alive()}/{c.cluster.actors} alive"
+            f"   waiting {share(b.actors_idle())}"
+            + (f"   restarts {restarts}" if restarts else ""),
         )
-        table.add_row(
+        row(
             "train",
             f"{m.get('throughput/train_tok_s', 0):.0f} tok/s   ranks {c.cluster.learners}"
             f"   waiting {share(m.get('idle/trainer_frac'))}",
         )
         for label, text in self._buffer_rows():
-            table.add_row(label, Text(text))  # quotes users' errors, which are no markup
+            row(label, text)
+        for label, text in self._wait_rows():
+            # Not markup (it may quote errors), and whole: its end says who is waited for.
+            table.add_row(label, Text(text, overflow="fold"))
         for version, evaluation in sorted(b.evals.items()):
-            table.add_row(
-                f"eval v{version}", f"{evaluation.score:.3f} on {evaluation.prompts} held out"
-            )
+            row(f"eval v{version}", f"{evaluation.score:.3f} on {evaluation.prompts} held out")
         return Panel(table, title=Text(self.title), subtitle="Ctrl-C stops in order", expand=True)
 
     def _buffer_rows(self) -> list[tuple[str, str]]:
         stats = self.board.stats
         if stats is None:
-            return [("waits", self.board.phase)]
+            return []
         gauges, counts = stats.gauges, stats.counts
-        waits = stats.waiting_for or "nobody"
         return [
             (
                 "buffer",
                 f"{gauges.get('queue/depth', 0):.0f} of {gauges.get('queue/capacity', 0):.0f}"
                 f" samples queued   {counts.get('leased', 0)} leased",
             ),
-            ("waits", waits if self.board.phase == "training" else self.board.phase),
         ]
+
+    def _wait_rows(self) -> list[tuple[str, str]]:
+        """Who waits for whom and since when; what is still loading; or what the run is doing."""
+        b = self.board
+        rows = [] if b.phase == "training" else [("now", b.phase)]
+        rows += [("starting", row) for row in self._loading_rows()]
+        if b.phase == "training":
+            waits = [
+                ("waits", f"{w.role} {words.wait(w.what, w.on, w.age_s)}")
+                for w in b.fleet.longest_waits(time.monotonic())
+            ]
+            told = b.stats.waiting_for if b.stats is not None else ""
+            rows += waits or [("waits", told or "nobody")]
+        return rows
+
+    def _loading_rows(self) -> list[str]:
+        rows = [
+            f"{words.names(roles)} {phase} {age:.0f} s"
+            for phase, roles, age in self.board.fleet.loading(time.monotonic())
+        ]
+        more = len(rows) - LOADING_ROWS
+        return rows if more <= 0 else [*rows[:LOADING_ROWS], f"and {more} more"]

@@ -1,310 +1,318 @@
 """The launcher: every role started, watched and ended.
 
-    buffer ► (actors ‖ learners) set up ► learners.run(ready actors) ‖ actors.run ► summary
-                     │                              │
-      waits: all ready, or ready_timeout_s          waits: all roles end; Ctrl-C; a death
-      released by: each role's setup                released by: the learner's last step
+    buffer ‖ learners ‖ actors start ► each actor produces as soon as it is set up
+                                     ► learners train as soon as they are ► summary
+       │                                   │
+       waits: a role's set-up,             waits: a role ends or dies; Ctrl-C; stop.wall_s
+       by cluster.ready_timeout_s          released by: the learner's last step
 
-A role's death ends the run with one message. Ctrl-C asks the buffer to stop: no more leases, no
-more batches; what does not end within DRAIN_S is killed. A second Ctrl-C kills at once (130).
+An actor that dies is restarted (`fleet`); the death of another role ends the run with one message.
+Ctrl-C asks the buffer to stop: no more leases, no more batches; what does not end within DRAIN_S
+is killed. A second Ctrl-C kills at once (130).
 """
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import Any, Literal, TextIO
+from functools import partial
+from typing import Any
 
-from asyncrl import wire
 from asyncrl.buffer.client import BufferClient
-from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError, RoleDiedError
-from asyncrl.launch.board import Board
-from asyncrl.launch.cluster import Cluster, Placement, launcher_address
-from asyncrl.launch.console import ConsoleView
-from asyncrl.launch.folder import RunFolder, last_words
-from asyncrl.launch.hosts import ActorHost, BufferHost, LearnerHost
+from asyncrl.launch.cluster import Cluster
+from asyncrl.launch.desk import Desk, last_stats
+from asyncrl.launch.fleet import Fleet, Slot
 from asyncrl.launch.interrupt import Interrupt
-from asyncrl.launch.summary import evaluation_line, last_lines, summary_of
-from asyncrl.metrics import Hub, JsonlSink
-from asyncrl.protocols import MetricSink
-from asyncrl.roles import RoleSettings
+from asyncrl.launch.placement import Placement
+from asyncrl.launch.remote import result
+from asyncrl.launch.role_main import RoleSpec
+from asyncrl.roles import INTERRUPTED, RoleSettings
+from asyncrl.types import Version
 
 DRAIN_S = 20.0
 """How long a stopping run may take before what is left is killed."""
 TICK_S = 0.25
 LAUNCHER_PATIENCE_S = 5.0
 """Deadline of the launcher's own questions to the buffer."""
+SILENT_S = 30.0
+"""At the end of a run, an actor that sent no record for so long is not waited for."""
 
 
 class Run:
     """One run's parts and its loop."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, placement: Placement, run_id: str,
-        model_path: str, scratch: str, interrupt: Interrupt, view_file: TextIO,
-    ) -> None:  # fmt: skip
-        self.config, self.folder, self.placement = config, folder, placement
-        self.run_id, self.model_path, self.scratch = run_id, model_path, scratch
+        self, desk: Desk, placement: Placement, model_path: str, scratch: str, interrupt: Interrupt
+    ) -> None:
+        self.desk, self.config, self.folder = desk, desk.config, desk.folder
+        self.placement, self.model_path, self.scratch = placement, model_path, scratch
         self.interrupt = interrupt
-        self.board = Board(config)
-        sinks: list[MetricSink] = [JsonlSink(folder.metrics, folder.events), self.board]
-        if config.log.wandb != "off":
-            from asyncrl.launch.wandb_sink import WandbSink
-
-            sinks.append(WandbSink(config, folder))
-        self.hub = Hub(sinks, run_id=run_id, host=launcher_address(config.cluster.address))
-        self.view = ConsoleView(
-            self.board, title=f"asyncrl · {folder.name}", mode=config.log.console, file=view_file
-        )
         self.cluster: Cluster | None = None
+        self.fleet: Fleet | None = None
         self.client: BufferClient | None = None
-        self.names: dict[Any, str] = {}
-        self.ended = "failed"
-        self.buffer_gone = False
+        self.hosts: dict[str, Any] = {}
+        """Of the buffer and the learners."""
+        self.calls: dict[Any, str] = {}
+        """The calls to them that are under way."""
+        self.ended, self.reason = "failed", ""
+        self._done: set[str] = set()
         self._stopping_since: float | None = None
-
-    # --- start ---------------------------------------------------------------------------
+        self._looked = 0.0
 
     def go(self) -> int:
         """Set up, train, summarise; the exit code."""
-        self.view.say(f"run {self.folder.name}, files in {self.folder.path}")
-        self.event("launch", device=self.placement.device)
+        self.desk.view.say(f"run {self.folder.name}, files in {self.folder.path}")
+        self.desk.event("launch", device=self.placement.device)
         try:
-            actors, learners = self.set_up()
-            if actors:
-                self.train(actors, learners)
-            else:
-                raise KeyboardInterrupt
+            self.start()
+            self.watch()
         except KeyboardInterrupt:
             self.ended = "killed" if self.interrupt.count > 1 else "interrupted"
-            self.view.say(f"{self.ended} while {self.board.phase}")
+            self.desk.view.say(f"{self.ended} while {self.desk.board.phase}")
         except Exception as e:
-            self.event("failed", error=type(e).__name__, message=str(e)[:2000])
+            self.desk.event("failed", error=type(e).__name__, message=str(e)[:2000])
             raise
         finally:
             self.interrupt.mute()
             self.summarise()
         return 130 if self.ended == "killed" else 0
 
-    def set_up(self) -> tuple[list[tuple[Any, dict[str, Any]]], list[Any]]:
-        """Start every role; the ready actors with what they announced, and the learners."""
-        c, p, log_of = self.config, self.placement, self.folder.log_of
-        self.phase("starting Ray")
-        self.cluster = cluster = Cluster(c, p, self.run_id, self.scratch)
+    # --- start ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every role's process and set-up, beside each other; the buffer answers."""
+        c = self.config
+        self.desk.phase("starting Ray")
+        began = time.monotonic()
+        self.cluster = Cluster(c, self.placement, self.desk.run_id, self.scratch)
         self.interrupt.install()
-        self.phase("starting the buffer")
-        buffer = cluster.start(BufferHost, c, log_of("buffer-0"), self.run_id, self.hub.endpoint)
-        endpoint = self.wait_one(buffer.start.remote(), "buffer-0", 60.0)
-        self.names[buffer.run.remote()] = "buffer-0"
+        self.desk.startup("ray", began)
+        began = time.monotonic()
+        self.desk.phase(
+            f"starting {c.cluster.actors} actor(s) and {c.cluster.learners} learner rank(s)"
+        )
+        names = ["buffer-0", *(f"learner-{r}" for r in range(c.cluster.learners))]
+        for name in names:
+            self.desk.board.fleet.update(name, state="starting")
+            self.hosts[name] = self.cluster.start(self.spec_of(name), self.folder.log_of(name))
+        self.fleet = Fleet(
+            c, self.cluster, spec_of=lambda rank: self.spec_of(f"actor-{rank}"),
+            log_of=self.folder.log_of, tell=self.desk.event, gone=self.actor_gone,
+        )  # fmt: skip
+        self.desk.hub.add(self.fleet)
+        self.fleet.start()
+        self.wait_one(self.hosts["buffer-0"].pid.remote(), "buffer-0")
+        self.desk.startup("imports", began)
+        began = time.monotonic()
+        bound = self.hosts["learner-0"].call.remote("bind")
+        start = self.hosts["buffer-0"].call.remote("start")
+        self.buffer = self.wait_one(start, "buffer-0")
+        self.calls[self.hosts["buffer-0"].call.remote("run")] = "buffer-0"
         self.client = BufferClient(
-            endpoint, self.run_id, "launcher", 0, timeout_s=LAUNCHER_PATIENCE_S
+            self.buffer, self.desk.run_id, "launcher", 0, timeout_s=LAUNCHER_PATIENCE_S
         )
         self.client.hello()
-        learners = [
-            cluster.start(
-                LearnerHost, c, log_of(f"learner-{r}"), self.settings("learner", r, endpoint),
-                gpus=p.learner_gpus,
-            )
-            for r in range(c.cluster.learners)
-        ]  # fmt: skip
-        actors = [
-            cluster.start(
-                ActorHost, c, log_of(f"actor-{r}"), self.settings("actor", r, endpoint),
-                gpus=p.actor_gpus,
-            )
-            for r in range(c.cluster.actors)
-        ]  # fmt: skip
-        self.phase(
-            f"starting {c.cluster.actors} engine(s) and {c.cluster.learners} learner rank(s)"
-        )
-        store = self.wait_one(learners[0].bind_store.remote(), "learner-0", 120.0)
-        waiting = {h.setup.remote(*store): (f"learner-{r}", h) for r, h in enumerate(learners)}
-        waiting |= {h.setup.remote(): (f"actor-{r}", h) for r, h in enumerate(actors)}
-        return self.wait_ready(waiting), learners
+        host, port, self.announce_to = self.wait_one(bound, "learner-0")
+        self.desk.startup("buffer", began)
+        for name in names[1:]:
+            self.calls[self.hosts[name].call.remote("setup", host, port)] = name
 
-    def settings(self, role: Literal["actor", "learner"], rank: int, buffer: str) -> RoleSettings:
-        """What the process of `role` and `rank` is told."""
+    def spec_of(self, name: str) -> RoleSpec:
+        """What the role of this name is made from."""
         p, cluster = self.placement, self.config.cluster
+        role, _, rank = name.partition("-")
         actor = role == "actor"
-        return RoleSettings(
-            role=role, rank=rank, world=cluster.actors if actor else cluster.learners,
-            model_path=self.model_path, device=p.device,
-            threads=p.actor_threads if actor else p.learner_threads,
-            weight_backend=p.weight_backend, run_id=self.run_id, buffer_endpoint=buffer,
-            hub_endpoint=self.hub.endpoint, run_dir=self.folder.path,
+        assert self.cluster is not None
+        place = self.cluster.assignment.place(role, int(rank))
+        worlds = {"actor": cluster.actors, "learner": cluster.learners}
+        settings = RoleSettings(
+            role=role, rank=int(rank), world=worlds.get(role, 1),  # type: ignore[arg-type]
+            model_path=self.model_path, device="cpu" if role == "buffer" else p.device,
+            threads=1 if role == "buffer" else place.threads,
+            weight_backend=p.weight_backend, run_id=self.desk.run_id,
+            hub_endpoint=self.desk.hub.endpoint, run_dir=self.folder.path,
+            visible_gpus=place.visible_gpus, fork_engine=actor and p.device == "cpu",
         )  # fmt: skip
+        return RoleSpec(self.config, settings)
 
-    def wait_one(self, ref: Any, name: str, timeout_s: float) -> Any:
-        """The result of one call, with a deadline."""
+    def wait_one(self, ref: Any, name: str) -> Any:
+        """The result of one call of the start, by cluster.ready_timeout_s."""
         import ray
 
-        deadline = time.monotonic() + timeout_s
-        while not ray.wait([ref], timeout=TICK_S)[0]:
-            if self.interrupt.count:
-                raise KeyboardInterrupt
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"launcher waited {timeout_s:.0f} s for {name} to start; "
-                    f"see {self.folder.log_of(name)}"
-                )
-        return self.result(ref, name)
-
-    def wait_ready(self, waiting: dict[Any, tuple[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
-        """Wait until all roles are set up, or the deadline has passed with one actor at least."""
-        import ray
-
-        deadline = time.monotonic() + self.config.cluster.ready_timeout_s
-        evaluate = self.config.eval.at_start and self.config.eval.samples
-        first = f" (actors evaluate {evaluate} held-out prompts first)" if evaluate else ""
-        total, ready = len(waiting), []
-        while waiting:
-            done, _ = ray.wait([*waiting, *self.names], num_returns=1, timeout=TICK_S)
-            for ref in done:
-                if ref in self.names:
-                    self.result(ref, self.names[ref])  # the buffer ended: raises
-                    raise RoleDiedError(f"{self.names[ref]} ended before training began")
-                name, handle = waiting.pop(ref)
-                announced = self.result(ref, name)
-                if name.startswith("actor"):
-                    ready.append((name, handle, announced))
-            if waiting:
-                names = ", ".join(n for n, _ in waiting.values())
-                self.phase(
-                    f"{total - len(waiting)} of {total} roles ready; waiting for {names}{first}"
-                )
-                self.tell_evals()
-            if self.interrupt.count:
-                return []
-            if waiting and time.monotonic() > deadline:
-                late = [n for n, _ in waiting.values()]
-                if not ready or any(n.startswith("learner") for n in late):
+        timeout = self.config.cluster.ready_timeout_s
+        deadline = time.monotonic() + timeout
+        with self.desk.waits.on(f"{name} to start", owner=name, deadline_s=timeout):
+            while not ray.wait([ref], timeout=TICK_S)[0]:
+                self.desk.view.refresh()
+                if self.interrupt.count:
+                    raise KeyboardInterrupt
+                if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"cluster.ready_timeout_s={self.config.cluster.ready_timeout_s:.0f}: "
-                        f"{', '.join(late)} not ready; see {self.folder.log_of(late[0])}"
+                        f"launcher waited cluster.ready_timeout_s={timeout:.0f} s for {name} to "
+                        f"start; see {self.folder.log_of(name)}"
                     )
-                self.view.say(f"left out, not ready in time: {', '.join(late)}")
-                for _, handle in waiting.values():
-                    ray.kill(handle)
-                break
-        ready.sort(key=lambda item: int(item[0].split("-")[1]))
-        return [(handle, announced | {"name": name}) for name, handle, announced in ready]
+        return self.result_of(ref, name)
 
-    # --- training ------------------------------------------------------------------------
+    # --- the loop ------------------------------------------------------------------------
 
-    def train(self, actors: list[tuple[Any, dict[str, Any]]], learners: list[Any]) -> None:
+    def watch(self) -> None:
         """Run until every role has ended.
 
         Raises:
-            RoleDiedError: a role died although the run had not ended.
+            RoleDiedError: the buffer or a learner died, or no actor is left.
+            DeadlineError: no actor or a learner was not set up in time.
         """
         import ray
 
-        self.phase("training")
-        self.board.training_began = time.monotonic()
-        self.event("training", actors=len(actors), learners=len(learners))
-        announced = [a for _, a in actors]
-        running = {h.run.remote(): str(a["name"]) for h, a in actors}
-        running |= {h.run.remote(announced): f"learner-{r}" for r, h in enumerate(learners)}
-        buffer = dict(self.names)
-        while running:
-            done, _ = ray.wait([*running, *buffer], num_returns=1, timeout=TICK_S)
+        assert self.fleet is not None
+        ready_by = time.monotonic() + self.config.cluster.ready_timeout_s
+        self.to_set_up = {n for n in self.hosts if n != "buffer-0"}
+        while not self.over():
+            actors = self.fleet.refs()
+            done, _ = ray.wait([*actors, *self.calls], num_returns=1, timeout=TICK_S)
             for ref in done:
-                name = running.pop(ref, None) or buffer.pop(ref)
-                outcome = self.result(ref, name)
-                if name == "buffer-0":
-                    raise RoleDiedError(f"buffer-0 ended early; see {self.folder.log_of(name)}")
-                if name == "learner-0":
-                    self.ended = "finished" if outcome == "finished" else "interrupted"
-                    last = self.ended == "finished" and self.config.eval.at_end
-                    self.phase("last evaluation" if last and self.config.eval.samples else "ending")
+                if ref in actors:
+                    self.actor_ended(actors[ref], ref)
+                else:
+                    self.role_ended(ref)
+            self.fleet.tick()
+            self.show_roles()
+            self.fleet.run_ready(self.buffer, self.announce_to, Version(0, self.desk.board.version))
+            self.check_ready(ready_by)
             self.look_at_buffer()
-            self.tell_evals()
-            self.view.refresh()
-            if self.interrupt.count and self.drained(running):
+            self.look_at_clock()
+            self.desk.tell_evals()
+            self.desk.view.refresh()
+            if self.interrupt.count and self.drained():
                 return
 
-    def drained(self, running: dict[Any, str]) -> bool:
+    def over(self) -> bool:
+        """Whether nothing is left to wait for."""
+        assert self.fleet is not None
+        learners = {n for n in self.hosts if n.startswith("learner")}
+        return learners <= self._done and self.fleet.over
+
+    def actor_ended(self, slot: Slot, ref: Any) -> None:
+        """A call of an actor has ended, well or not."""
+        assert self.fleet is not None
+        was = slot.state
+        self.fleet.ended(slot, partial(self.result_of, ref, slot.name))
+        if slot.why and slot.state in ("backoff", "gone"):
+            again = {"backoff": "restarting", "gone": "not restarted"}[slot.state]
+            self.desk.view.say(f"{slot.name} ended while {was}: {slot.why}; {again}")
+
+    def role_ended(self, ref: Any) -> None:
+        """A call of the buffer or a learner has ended."""
+        assert self.fleet is not None
+        name = self.calls.pop(ref)
+        outcome = self.result_of(ref, name)
+        if name == "buffer-0":
+            raise RoleDiedError(f"buffer-0 ended early; see {self.folder.log_of(name)}")
+        if name in self.to_set_up:
+            self.to_set_up.discard(name)
+            if not self.to_set_up:
+                self.train()
+            return
+        self._done.add(name)
+        if name == "learner-0":
+            self.reason = outcome
+            if self.ended != "interrupted":
+                self.ended = "stopped" if outcome else "finished"
+            last = self.ended != "interrupted" and self.config.eval.at_end
+            self.desk.phase("last evaluation" if last and self.config.eval.samples else "ending")
+
+    def train(self) -> None:
+        """All learner ranks are set up."""
+        self.desk.phase("training")
+        self.desk.board.training_began = time.monotonic()
+        self.desk.event("training", learners=self.config.cluster.learners)
+        for name, host in self.hosts.items():
+            if name != "buffer-0":
+                self.calls[host.call.remote("run", self.buffer)] = name
+
+    def show_roles(self) -> None:
+        """What the console and status.json say of each role."""
+        assert self.fleet is not None
+        view = self.desk.board.fleet
+        for slot in self.fleet.slots:
+            view.update(slot.name, state=slot.shown, restarts=slot.restarts)
+        for name in self._done:
+            view.update(name, state="finished")
+
+    def check_ready(self, ready_by: float) -> None:
+        """Say who is not set up yet; give up past the deadline."""
+        assert self.fleet is not None
+        late = sorted(self.to_set_up)
+        late += [] if self.fleet.ever_ready else [s.name for s in self.fleet.slots]
+        if not late:
+            if "learner-0" in self._done:
+                for slot in self.fleet.end(self.silent):
+                    self.desk.view.say(f"not waited for, silent for {SILENT_S:.0f} s: {slot.name}")
+            return
+        if time.monotonic() > ready_by:
+            raise DeadlineError(
+                f"cluster.ready_timeout_s={self.config.cluster.ready_timeout_s:.0f}: "
+                f"{', '.join(late)} not ready; see {self.folder.log_of(late[0])}"
+            )
+
+    def silent(self, slot: Slot) -> bool:
+        """Whether an actor has sent no record for SILENT_S."""
+        heard = self.desk.board.heard.get(("actor", slot.rank), 0.0)
+        return time.monotonic() - heard > SILENT_S
+
+    def look_at_clock(self) -> None:
+        """stop.wall_s: ask for the end once the time is up."""
+        limit = self.config.stop.wall_s
+        if limit is None or self.reason or time.monotonic() - self.desk.board.started < limit:
+            return
+        self.reason = f"stop.wall_s={limit:g} reached"
+        if self.client is not None:
+            with suppress(DeadlineError):
+                self.client.stop(self.reason, evaluate=True)
+
+    def drained(self) -> bool:
         """Ask for the end once; True when the rest must be killed."""
         if self._stopping_since is None:
             self._stopping_since = time.monotonic()
-            self.phase("stopping: Ctrl-C again kills at once")
+            self.desk.phase("stopping: Ctrl-C again kills at once")
             self.ended = "interrupted"
             assert self.client is not None
-            self.client.stop("interrupted")
+            self.client.stop(INTERRUPTED)
         if time.monotonic() - self._stopping_since > DRAIN_S:
-            self.view.say(f"killed: {', '.join(sorted(running.values()))}")
+            self.desk.view.say("killed: what had not ended in time")
             return True
-        return False
+        return self.to_set_up != set()  # nothing trains yet: there is nothing to drain
+
+    def actor_gone(self, name: str, why: str) -> None:
+        """Give the leases of an actor whose process has ended to others."""
+        if self.client is not None:
+            with suppress(DeadlineError):
+                self.client.gone(name, why)
 
     def look_at_buffer(self) -> None:
         """Refresh the board's view of the ledger, at most once a second."""
         now = time.monotonic()
-        if now - getattr(self, "_looked", 0.0) > 1.0 and self.client is not None:
+        if now - self._looked > 1.0 and self.client is not None:
             self._looked = now
             with suppress(DeadlineError):  # a buffer that died is told by the next ray.wait
-                self.board.stats = self.client.stats()
+                self.desk.board.stats = self.client.stats()
 
-    def tell_evals(self, at_end: bool = False) -> None:
-        """Write `eval/<task>/score` once all actors' shares of a version are in."""
-        task, n = self.config.task.kind, self.config.learner.batches_per_publication
-        for version, evaluation in self.board.finished_evals(at_end):
-            evaluation.told = True
-            self.view.say(evaluation_line(version, evaluation))
-            self.hub.write(
-                wire.Record(
-                    role="launcher", rank=0, version=version, incarnation=0,
-                    step=min(version * n, self.config.run.steps),
-                    metrics={
-                        f"eval/{task}/score": evaluation.score,
-                        f"eval/{task}/prompts": evaluation.prompts,
-                    },
-                )
-            )  # fmt: skip
-
-    def result(self, ref: Any, name: str) -> Any:
-        """The result of a role's call.
-
-        Raises:
-            AsyncRLError: what the role raised, or RoleDiedError with its last words.
-        """
-        import ray
-
-        self.buffer_gone = self.buffer_gone or (name == "buffer-0" and ref in self.names)
-        try:
-            return ray.get(ref)
-        except ray.exceptions.RayTaskError as e:
-            cause = e.cause if isinstance(e.cause, BaseException) else e
-            log = self.folder.log_of(name)
-            if isinstance(cause, AsyncRLError):
-                raise type(cause)(f"{name}: {cause} (log: {log})") from None
-            raise RoleDiedError(
-                f"{name} failed: {type(cause).__name__}: {str(cause).strip()} (log: {log})"
-            ) from None
-        except ray.exceptions.RayActorError:
-            log = self.folder.log_of(name)
-            words = last_words(log) or "its log says nothing of why: killed, or out of memory?"
-            raise RoleDiedError(f"{name} died: {words} (log: {log})") from None
+    def result_of(self, ref: Any, name: str) -> Any:
+        """The result of a role's call, or what it failed with (`remote.result`)."""
+        return result(ref, name, self.folder.log_of(name))
 
     # --- end -----------------------------------------------------------------------------
 
     def summarise(self) -> None:
         """Write summary.json and say the last lines."""
         stats = None
-        if self.client is not None and not self.buffer_gone:
+        if self.client is not None:
             try:
-                stats = self.client.stats()
+                stats = last_stats(self.client, Version(0, self.desk.board.version))
             except AsyncRLError as e:
-                self.view.say(f"the ledger's last counts are not to be had: {e}")
-        self.board.stats = stats or self.board.stats
-        self.hub.drain()
-        self.tell_evals(at_end=True)
-        self.hub.close()
-        self.folder.write_summary(summary_of(self.board, stats, self.ended, self.run_id))
-        self.view.close()
-        for line in last_lines(self.board, stats, self.ended):
-            self.view.say(line)
-        self.view.say(f"files: {self.folder.path}")
+                self.desk.view.say(f"the ledger's last counts are not to be had: {e}")
+        self.desk.summarise(stats, self.ended, self.reason)
 
     def close(self) -> None:
         """End Ray and every socket."""
@@ -312,18 +320,3 @@ class Run:
             self.client.close()
         if self.cluster is not None:
             self.cluster.close()
-
-    def phase(self, text: str) -> None:
-        """What the run is doing now, for the console."""
-        if text != self.board.phase:
-            self.board.phase = text
-            if self.view.mode == "plain":
-                self.view.say(text)
-        self.view.refresh()
-
-    def event(self, what: str, **fields: object) -> None:
-        """A line of events.jsonl."""
-        self.hub.write(wire.Record(
-            role="launcher", rank=0, step=self.board.step, version=self.board.version,
-            incarnation=0, event={"event": what, **fields},
-        ))  # fmt: skip

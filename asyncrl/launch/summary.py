@@ -26,11 +26,24 @@ def evaluation_line(version: int, evaluation: Evaluation) -> str:
     return f"eval of version {version}: {evaluation.score:.3f} on {evaluation.prompts} held out"
 
 
-def last_lines(board: Board, stats: Stats | None, ended: str) -> Iterator[str]:
+def startup_line(board: Board) -> str:
+    """How the time to the first step was spent, in words; phases of one kind ran side by side."""
+    if board.first_step_s is None:
+        return ""
+    first = board.startup.first_token_s
+    token = f", first token after {first:.1f} s" if first is not None else ""
+    parts = [f"{name} {seconds:.1f}" for name, seconds in board.startup.longest().items()]
+    side = f" ({', '.join(parts)}; side by side)" if parts else ""
+    return f"first step after {board.first_step_s:.1f} s{token}{side}"
+
+
+def last_lines(board: Board, stats: Stats | None, ended: str, reason: str) -> Iterator[str]:
     """The console's last lines but one."""
     for version, evaluation in sorted(board.evals.items()):
         yield evaluation_line(version, evaluation)
-    line = f"{ended}: {board.step} steps, version {board.version}"
+    if startup := startup_line(board):
+        yield startup
+    line = f"{ended}{f' ({reason})' if reason else ''}: {board.step} steps, version {board.version}"
     if board.rewards:
         line += f", reward {board.rewards[0]:.3f} -> {board.rewards[-1]:.3f}"
     yield line
@@ -38,7 +51,9 @@ def last_lines(board: Board, stats: Stats | None, ended: str) -> Iterator[str]:
         yield ledger_line(stats)
 
 
-def summary_of(board: Board, stats: Stats | None, ended: str, run_id: str) -> dict[str, Any]:
+def summary_of(
+    board: Board, stats: Stats | None, ended: str, run_id: str, reason: str
+) -> dict[str, Any]:
     """The content of summary.json; null where there is no value."""
 
     def median(values: list[float]) -> float | None:
@@ -50,6 +65,7 @@ def summary_of(board: Board, stats: Stats | None, ended: str, run_id: str) -> di
     return {
         "run_id": run_id,
         "ended": ended,
+        "reason": reason,
         "steps": board.step,
         "version": board.version,
         "ledger": stats.counts if stats else None,
@@ -68,7 +84,12 @@ def summary_of(board: Board, stats: Stats | None, ended: str, run_id: str) -> di
         },
         "samples_s": median(board.samples_s),
         "busy": board.busy_shares(),
+        "first_token_s": board.startup.first_token_s,
         "first_step_s": board.first_step_s,
+        "startup": [
+            {"role": p.role, "phase": p.name, "seconds": p.seconds, "ended_s": p.ended_s}
+            for p in board.startup.phases
+        ],
         "training_s": trained_s,
         "total_s": time.monotonic() - board.started,
     }

@@ -9,10 +9,14 @@ from typing import Any
 from asyncrl.config.schema import Config
 from asyncrl.errors import MissingExtraError
 from asyncrl.launch.folder import RunFolder
+from asyncrl.sinks import tag
+
+AXES = ("step", "version", "wall_s")
+"""Of every record; `step` is the one that charts begin with."""
 
 
 class WandbSink:
-    """Logs every record against three axes: step, version and wall time."""
+    """Logs every record with its three axes; names as in `sinks.tag`."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
         try:
@@ -23,25 +27,26 @@ class WandbSink:
                 "pip install 'asyncrl[wandb]'"
             ) from None
         os.environ.setdefault("WANDB_SILENT", "true")
+        self._wandb = wandb
         self._run = wandb.init(
             project=config.log.wandb_project, name=folder.name, dir=folder.path,
             mode="online" if config.log.wandb == "online" else "offline",
             config=config.model_dump(),
         )  # fmt: skip
-        self._teardown = wandb.teardown
+        for axis in AXES:
+            self._run.define_metric(axis, hidden=True)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Log the record's metrics; an actor's carry its rank in their name."""
-        metrics = record["metrics"]
-        if not metrics:
-            return
-        first = record["role"] == "learner" and record["rank"] == 0
-        prefix = "" if first else f"{record['role']}-{record['rank']}/"
-        axes = {k: record[k] for k in ("step", "version", "wall_s")}
-        self._run.log({prefix + k: v for k, v in metrics.items()} | axes)
+        """Log the record's metrics and histograms."""
+        values: dict[str, Any] = {tag(record, k): v for k, v in record["metrics"].items()}
+        for name, h in record["hist"].items():
+            key = tag(record, name)
+            values[key] = self._wandb.Histogram(np_histogram=(h["counts"], h["edges"]))
+        if values:
+            self._run.log(values | {axis: record[axis] for axis in AXES})
 
     def close(self) -> None:
         """Finish the wandb run and end its service process."""
         self._run.finish()
-        self._teardown()
+        self._wandb.teardown()

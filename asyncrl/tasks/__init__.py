@@ -1,6 +1,6 @@
 """Tasks: where prompts come from. Pure Python, no torch.
 
-    make_prompts(config)  endless (GroupId, Prompt), a pure function of (run.seed, epoch)
+    make_prompts(config)  (GroupId, Prompt) by the epoch, a pure function of (run.seed, epoch)
     eval_prompts(config)  the held-out prompts, which training never sees
 
 arithmetic.py, even_digits.py and jsonl.py are the kinds; order.py shuffles them all.
@@ -8,6 +8,7 @@ arithmetic.py, even_digits.py and jsonl.py are the kinds; order.py shuffles them
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from asyncrl.config.schema import Config
@@ -18,7 +19,7 @@ from asyncrl.tasks.order import shuffled
 from asyncrl.tasks.source import Source
 from asyncrl.types import GroupId, Prompt
 
-__all__ = ["Source", "eval_prompts", "make_prompts", "make_source"]
+__all__ = ["Source", "eval_prompts", "make_prompts", "make_source", "prompts_end"]
 
 
 def make_source(config: Config) -> Source:
@@ -37,18 +38,23 @@ def make_source(config: Config) -> Source:
 
 
 def make_prompts(config: Config) -> Iterator[tuple[GroupId, Prompt]]:
-    """Training prompts without end: each epoch has every row once, in an order of its own."""
+    """Training prompts, `stop.epochs` times or without end: each epoch has every row once, in an
+    order of its own."""
     source = make_source(config)
+    epochs = config.stop.epochs
 
     def rows() -> Iterator[tuple[GroupId, Prompt]]:
-        epoch = 0
-        while True:
+        for epoch in itertools.count() if epochs is None else range(epochs):
             for index in shuffled(source.size, config.run.seed, epoch):
                 if not source.held_out(index):
                     yield GroupId(source.name, epoch, index), source.prompt(index)
-            epoch += 1
 
     return rows()
+
+
+def prompts_end(config: Config) -> str:
+    """The setting that ends the training prompts, e.g. "stop.epochs=2"; empty if none does."""
+    return "" if config.stop.epochs is None else f"stop.epochs={config.stop.epochs}"
 
 
 def eval_prompts(config: Config) -> list[tuple[GroupId, Prompt]]:

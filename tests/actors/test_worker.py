@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -16,8 +15,9 @@ import zmq
 import zmq.asyncio
 
 from asyncrl import wire
+from asyncrl.actors.timed import TimedSubscriber
 from asyncrl.actors.vllm_engine import VllmEngine
-from asyncrl.actors.worker import ActorWorker, TimedSubscriber
+from asyncrl.actors.worker import ActorWorker
 from asyncrl.buffer.client import BufferClient
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.server import BufferServer
@@ -31,8 +31,10 @@ from asyncrl.config.schema import (
     WeightsConfig,
 )
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.learner.weight_fleet import FleetClient, Receiver
-from asyncrl.metrics import Hub, TimeShares
+from asyncrl.hub import Hub
+from asyncrl.learner.members import Member, Members
+from asyncrl.learner.weight_fleet import FleetClient
+from asyncrl.metrics import TimeShares
 from asyncrl.roles import RoleSettings
 from asyncrl.types import BatchPart, GroupId, Prompt, Version
 from tests.helpers.fake_engine import FakeEngine
@@ -121,13 +123,20 @@ class Host:
         (self.folder / "logs").mkdir()
         settings = RoleSettings(
             role="actor", rank=0, world=1, model_path="none", device="cpu", threads=1,
-            weight_backend="gloo", run_id="t", buffer_endpoint=endpoint,
+            weight_backend="gloo", run_id="t",
             hub_endpoint=self.hub.endpoint, run_dir=str(self.folder),
         )  # fmt: skip
         self.worker = ActorWorker(c, settings)
-        self.announced = await self.worker.setup()
+        await self.worker.setup()
+        self.endpoint, self.members = endpoint, Members()
         self.learner = BufferClient(endpoint, "t", "learner", 0)
         await asyncio.to_thread(self.learner.hello)
+
+    def run(self, at_least: int = 0, first: bool = True) -> asyncio.Task[None]:
+        """Start the worker's run."""
+        return asyncio.create_task(
+            self.worker.run(self.endpoint, self.members.endpoint, Version(0, at_least), first)
+        )
 
     async def train(self, batch: int) -> None:
         part = await asyncio.to_thread(self.learner.pull, batch, 30.0)
@@ -140,8 +149,9 @@ class Host:
         await asyncio.to_thread(self.learner.published, self.version)
 
     def _publish(self) -> None:
-        fleet = FleetClient([Receiver("actor-0", str(self.announced["endpoint"]), 1)])
-        fleet.version, fleet.deadline = self.version, time.monotonic() + 30
+        assert self.members.wait_for(1, 30.0), "not announced"
+        fleet = FleetClient([Member("actor-0", 1, self.worker.weights.endpoint, 1)])
+        fleet.start_round(self.version)
         try:
             fleet.start_weight_update()
             fleet.update_weights(INFO)
@@ -149,10 +159,12 @@ class Host:
         finally:
             fleet.close()
 
-    async def stop(self, final: Version | None = None) -> None:
-        await asyncio.to_thread(self.learner.stop, "over", final)
+    async def stop(self, reason: str = "over", evaluate: bool = True) -> None:
+        final = self.version if reason == "over" else None
+        await asyncio.to_thread(self.learner.stop, reason, final, evaluate)
 
     async def close(self) -> None:
+        self.members.close()
         self.learner.close()
         self.serving.cancel()
         await asyncio.gather(self.serving, return_exceptions=True)
@@ -195,16 +207,15 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 def test_a_run_to_its_end_is_evaluated_first_and_last(hosted: Callable[..., Any]) -> None:
     async def scenario() -> None:
         async with hosted(config(steps=3, n=2)) as host:
-            # The first evaluation is over before anybody can publish.
-            assert host.worker.shares.totals()["eval"] > 0
-            assert set(host.announced) == {"endpoint", "workers"}
-            running = asyncio.create_task(host.worker.run())
+            running = host.run()
             for batch in (1, 2):
                 await host.train(batch)
             await host.publish()
+            # The first evaluation is over before anybody can publish.
+            assert host.worker.shares.totals()["eval"] > 0
             await host.train(3)
             await host.publish()
-            await host.stop(final=host.version)
+            await host.stop()
             await running
         # Version 2 is that of step 3, the last, although versions have 2 steps each.
         assert host.records.evals() == [(0, 0), (2, 3)]
@@ -212,15 +223,36 @@ def test_a_run_to_its_end_is_evaluated_first_and_last(hosted: Callable[..., Any]
     run(scenario())
 
 
-def test_a_stopped_run_is_not_evaluated_again(hosted: Callable[..., Any]) -> None:
+def test_an_interrupted_run_is_not_evaluated_again(hosted: Callable[..., Any]) -> None:
     async def scenario() -> None:
         async with hosted(config(steps=3, n=1)) as host:
-            running = asyncio.create_task(host.worker.run())
+            running = host.run()
             await host.train(1)
             await host.publish()
-            await host.stop(final=host.version)  # "done", as in a run that was not stopped
+            await host.stop(evaluate=False)  # "done", as in a run that was not stopped
             await running
         assert host.records.evals() == [(0, 0)]
+
+    run(scenario())
+
+
+def test_a_late_actor_leases_nothing_before_it_has_the_current_version(
+    hosted: Callable[..., Any],
+) -> None:
+    async def scenario() -> None:
+        async with hosted(config(steps=3, n=1)) as host:
+            running = host.run(at_least=1, first=False)
+            assert await asyncio.to_thread(host.members.wait_for, 1, 30.0)
+            waits = host.worker.waits.open()
+            assert [w.what for w in waits] == ["the current version, 0:1"]
+            assert (await asyncio.to_thread(host.learner.stats)).counts["dispatched"] == 0
+            await host.publish()
+            await host.train(1)
+            await host.stop(evaluate=False)
+            await running
+        assert host.records.evals() == [], "a restarted actor evaluates nothing at its start"
+        lines = (host.folder / "logs" / "actor-0.ids.tsv").read_text().splitlines()
+        assert any(line.startswith("dispatched") for line in lines)
 
     run(scenario())
 
@@ -228,8 +260,8 @@ def test_a_stopped_run_is_not_evaluated_again(hosted: Callable[..., Any]) -> Non
 def test_a_stop_that_no_learner_ends_has_a_deadline(hosted: Callable[..., Any]) -> None:
     async def scenario() -> None:
         async with hosted(config(steps=3, n=1, timeout_s=0.05)) as host:
-            running = asyncio.create_task(host.worker.run())
-            await host.stop()
+            running = host.run()
+            await host.stop("a rule")
             with pytest.raises(DeadlineError, match="actor-0 waited 0 s .* for learner-0 to end"):
                 await running
 
@@ -246,9 +278,9 @@ def test_an_actor_whose_weights_service_breaks_ends(
                 raise RuntimeError("a bug in the service")
 
             monkeypatch.setattr(host.worker.weights, "_answer", broken)
-            running = asyncio.create_task(host.worker.run())
+            running = host.run()
             with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.connect(str(host.announced["endpoint"]))
+                socket.connect(host.worker.weights.endpoint)
                 await socket.send_multipart(wire.encode(wire.StatsRequest()))
                 with pytest.raises(RuntimeError, match="a bug in the service"):
                     await running

@@ -28,8 +28,8 @@ class Running:
         self.thread.start()
         assert self._ready.wait(30)
 
-    def _emit(self, metrics: dict[str, float], **fields: int) -> None:
-        self.records.append({"metrics": metrics, **fields})
+    def _emit(self, metrics: Any = None, *, event: Any = None, **fields: int) -> None:
+        self.records.append({"metrics": metrics, "event": event, **fields})
 
     def _run(self) -> None:
         async def main() -> None:

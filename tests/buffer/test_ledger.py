@@ -168,7 +168,7 @@ def test_the_same_push_again_is_a_duplicate_even_after_training() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"version_min": V0}, {"reward": float("nan")}, {"reward": float("inf")}],
+    [{"version_min": V0}, *({"reward": float(r)} for r in ("nan", "inf", "-inf", "1.1e30"))],
     ids=str,
 )
 def test_a_result_that_must_not_be_trained_is_refused_and_made_again(change: Any) -> None:
@@ -348,7 +348,7 @@ def test_the_end_of_the_prompts_is_told() -> None:
     assert ledger.assign(1) is not None
     assert ledger.exhausted
     assert ledger.exhausted_reason() == (
-        "prompts exhausted: 0 groups left, batch 2 needs 2 (1 groups failed; last failure: "
+        "prompts exhausted, 0 groups left, batch 2 needs 2 (1 groups failed; last failure: "
         "reward: boom)"
     )
 
@@ -393,23 +393,89 @@ def test_failures_of_the_machinery_are_not_counted_against_the_prompts() -> None
     assert ledger.hopeless() == ""
 
 
-def test_a_long_row_of_filtered_groups_is_hopeless_until_one_is_kept() -> None:
-    ledger = make(filter_zero_variance=True)
+def finish_group(ledger: Ledger, varied: bool) -> None:
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    for k in lease.samples:
+        give(ledger, lease, k, reward=float(k) if varied else 1.0)
 
-    def finish_group(varied: bool) -> None:
-        (lease,) = ledger.lease("a", V0, 2, now=0)
-        for k in lease.samples:
-            give(ledger, lease, k, reward=float(k) if varied else 1.0)
 
-    for _ in range(64):
-        finish_group(varied=False)
-    assert ledger.hopeless() == ""
-    finish_group(varied=False)
-    assert ledger.hopeless().startswith(
-        "65 groups in a row had all rewards equal and were left out by buffer.filter_zero_variance"
+@pytest.mark.parametrize(("setting", "cap"), [(None, 64), (7, 7)])
+def test_a_long_row_of_filtered_groups_ends_the_run_unless_one_is_kept(
+    setting: int | None, cap: int
+) -> None:
+    ledger = make(filter_zero_variance=True, max_filtered_in_a_row=setting)
+    for _ in range(cap - 1):
+        finish_group(ledger, varied=False)
+    assert ledger.over() == ""
+    finish_group(ledger, varied=True)
+    for _ in range(cap - 1):
+        finish_group(ledger, varied=False)
+    assert ledger.over() == ""
+    finish_group(ledger, varied=False)
+    assert ledger.over() == (
+        f"buffer.max_filtered_in_a_row={cap}: so many groups in a row had all rewards equal and "
+        "were left out by buffer.filter_zero_variance: turn that off, or choose prompts that the "
+        "model sometimes, not always, answers right"
     )
-    finish_group(varied=True)
     assert ledger.hopeless() == ""
+    assert ledger.conserved()
+
+
+def test_a_default_cap_grows_with_the_batch() -> None:
+    ledger = make(filter_zero_variance=True, groups_per_batch=5)
+    for _ in range(16 * 5 - 1):
+        finish_group(ledger, varied=False)
+    assert ledger.over() == ""
+    finish_group(ledger, varied=False)
+    assert ledger.over()
+    with pytest.raises(ConfigError, match="max_filtered_in_a_row=0 must be at least 1"):
+        make(max_filtered_in_a_row=0)
+
+
+def test_the_end_of_the_prompts_is_over_only_once_it_is_known_and_no_batch_can_fill() -> None:
+    ledger = make(prompts=prompts(3), prompts_end="stop.epochs=2", max_staleness=4)
+    leases = ledger.lease("a", V0, 6, now=0)
+    for lease in leases:
+        give_all(ledger, lease)
+    ledger.assign(1)
+    assert ledger.over() == ""  # nobody has asked for a fourth prompt
+    assert ledger.lease("a", V0, 1, now=0) == []
+    assert ledger.over() == (
+        "stop.epochs=2: prompts exhausted, 1 groups left, batch 2 needs 2: not trained, their "
+        "samples stay held"
+    )
+    ledger.commit(1)
+    counts = ledger.counts()
+    assert (counts["trained"], counts["held"], counts["queued"]) == (4, 2, 2)
+    assert ledger.conserved()
+
+
+def test_a_failed_member_drops_its_group_if_so_configured() -> None:
+    ledger = make(group_size=3, max_attempts=2, failed_member="drop")
+    (first, second) = ledger.lease("a", V0, 6, now=0)
+    give(ledger, first, 0)
+    kind, sample = FailureKind.REWARD, first.group.sample(1)
+    ledger.fail("a", first.lease, sample, kind, "boom", now=0)
+    (again,) = ledger.lease("a", V0, 1, now=0)
+    assert again.samples == (1,)
+    assert ledger.counts()["groups_failed"] == 0
+    ledger.fail("a", again.lease, sample, kind, "boom", now=0)
+    counts = ledger.counts()
+    # Sample 0 was in, 1 failed twice, 2 is still produced: all of them end as failed.
+    assert (counts["groups_failed"], counts["failed"], counts["leased"]) == (1, 3, 4)
+    assert ledger.position(second.group) == 0
+    assert give(ledger, first, 2) == "duplicate"
+    assert ledger.counts()["failed"] == 4
+    assert ledger.conserved()
+
+
+def test_without_a_recording_nothing_is_kept() -> None:
+    ledger = make(groups_per_batch=1)
+    (lease,) = ledger.lease("a", V0, 2, now=0)
+    give_all(ledger, lease)
+    ledger.assign(1)
+    ledger.commit(1)
+    assert ledger.take_retired() == []
 
 
 def test_gauges() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.types import FailureKind, GroupId, Prompt, SampleId, Version
+from asyncrl.recording import Retired
+from asyncrl.types import Envelope, FailureKind, GroupId, Prompt, SampleId, Version
 from tests.buffer.samples import envelope
 
 TIMEOUT_S = 10.0
@@ -71,13 +72,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self.W = choose(data, range(1, self.S * self.G * self.n_pub + 2))
         self.filter = self.size > 1 and choose(data, (False, True))
         self.attempts = choose(data, (1, 2))
+        self.drop = choose(data, (False, True))
         self.total = prompts or choose(data, (3, 12, 1000))
         self.ledger = Ledger(
             prompts=((GroupId("p", 0, i), Prompt(text=str(i))) for i in range(self.total)),
             group_size=self.size, groups_per_batch=self.G, batches_per_publication=self.n_pub,
             max_staleness=self.S, window=self.W, ranks=2, lease_timeout_s=TIMEOUT_S,
             max_attempts=self.attempts, filter_zero_variance=self.filter,
+            failed_member="drop" if self.drop else "shrink",
         )  # fmt: skip
+        self.ledger.keep_retired()
         self.now = 0.0
         self.groups: list[MGroup] = []
         self.leases: dict[int, MLease] = {}
@@ -88,6 +92,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.next_batch, self.committed = 1, 0
         self.trained: list[SampleId] = []
         self.completed = 0
+        self.sent: dict[SampleId, Envelope] = {}  # accepted results
+        self.place: dict[SampleId, tuple[int, int, int]] = {}  # batch, rank, position
+        self.retired: dict[SampleId, Retired] = {}
 
     # --- the model, literally ---------------------------------------------------------------
 
@@ -206,6 +213,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if group.wants(key[1]) and before in ("leased", "requeued"):
             assert status == "accepted"
             self.completed += 1
+            self.sent[result.header.id] = result
             self.state[key] = "assembling"
             group.rewards[key[1]], group.winner[key[1]] = reward, key
             if before == "leased":
@@ -239,7 +247,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group.failures[k] += 1
         if group.failures[k] == self.attempts:
             group.given_up.add(k)
-            if self.size - len(group.given_up) < 2:
+            if self.drop or self.size - len(group.given_up) < 2:
                 group.status = "failed"
                 self.settle(group, "failed")
             elif group.complete:
@@ -312,6 +320,9 @@ class LedgerMachine(RuleBasedStateMachine):
         ids = [g.id.sample(k) for g in expected for k in sorted(g.rewards)]
         assert [h.id for h in got.manifest] == ids
         assert sorted(i for part in got.parts for i in part) == list(range(len(ids)))
+        ranks = {i: rank for rank, part in enumerate(got.parts) for i in part}
+        for i, h in enumerate(got.manifest):
+            self.place[h.id] = (batch, ranks[i], self.position(self.groups[h.id.index]))
         learner = (batch - 1) // self.n_pub
         assert all(learner - h.version_min.version <= self.S for h in got.manifest)
         for group in expected:
@@ -348,6 +359,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.event(rng)
             self.counts_are_the_models()
             self.positions_are_the_models()
+            self.what_retires_is_told_once()
             self.memory_is_bounded_by_what_is_open()
 
     def event(self, rng: random.Random) -> None:
@@ -421,6 +433,40 @@ class LedgerMachine(RuleBasedStateMachine):
             assert len(set(self.trained)) == len(self.trained)
 
     @invariant()
+    def what_retires_is_told_once(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        for gone in self.ledger.take_retired():
+            sample = gone.envelope.header.id
+            assert sample not in self.retired
+            assert gone.envelope is self.sent[sample]
+            group = self.groups[sample.index]
+            self.retired[sample] = gone
+            assert gone.outcome == self.state[group.winner[sample.sample]]
+            if gone.outcome in ("trained", "dropped_stale"):
+                batch, rank, position = self.place[sample]
+                assert (gone.batch, gone.rank, gone.position) == (batch, rank, position)
+                assert gone.version == (batch - 1) // self.n_pub
+            else:
+                assert (gone.batch, gone.rank, gone.position, gone.version) == (None,) * 4
+        closed = ("consumed", "filtered", "failed")
+        assert len(self.retired) == sum(len(g.winner) for g in self.groups if g.status in closed)
+
+    def teardown(self) -> None:
+        """At the end of the run what is left is told as held; then every result was told once."""
+        if not hasattr(self, "ledger"):
+            return
+        for _ in range(2):
+            self.ledger.tell_held()
+        for gone in self.ledger.take_retired():
+            sample = gone.envelope.header.id
+            assert sample not in self.retired
+            self.retired[sample] = gone
+            assert (gone.outcome, gone.batch) == ("held", None)
+        assert set(self.retired) == set(self.sent)
+        assert len(self.sent) == self.completed
+
+    @invariant()
     def memory_is_bounded_by_what_is_open(self) -> None:
         if not hasattr(self, "ledger"):
             return
@@ -451,3 +497,4 @@ def test_long_walks(seed: int) -> None:
     for _ in range(3):
         machine.walk(rng.randrange(2**32), 150)
     assert machine.state
+    machine.teardown()

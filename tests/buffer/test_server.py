@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,63 +23,8 @@ from asyncrl.buffer.client import AsyncBufferClient, BufferClient
 from asyncrl.errors import ConfigError, DeadlineError, LedgerError, WireError
 from asyncrl.types import BatchPart, FailureKind, SampleId, Trajectory, Version
 from tests.buffer.conftest import Running
+from tests.buffer.peers import V0, Serve, actor, learner, produce, raw
 from tests.buffer.samples import prompts, same_arrays, trajectory
-
-V0 = Version(0, 0)
-Serve = Callable[..., Running]
-
-
-@contextmanager
-def learner(server: Running, rank: int = 0, run_id: str = "r") -> Iterator[BufferClient]:
-    client = BufferClient(server.endpoint, run_id, "learner", rank)
-    try:
-        client.hello()
-        yield client
-    finally:
-        client.close()
-
-
-@asynccontextmanager
-async def actor(server: Running, rank: int = 0) -> AsyncIterator[AsyncBufferClient]:
-    client = AsyncBufferClient(server.endpoint, "r", "actor", rank)
-    try:
-        await client.hello()
-        yield client
-    finally:
-        client.close()
-
-
-@contextmanager
-def raw(server: Running, hello: bool = True) -> Iterator[Callable[[list[Any]], wire.Message]]:
-    """A bare DEALER: sends frames as they are, returns the decoded reply."""
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.rcvtimeo = 30_000
-    socket.connect(server.endpoint)
-
-    def exchange(frames: list[Any]) -> wire.Message:
-        socket.send_multipart(frames)
-        return wire.decode(socket.recv_multipart())[0]
-
-    try:
-        if hello:
-            greeting = wire.Hello(run_id="r", role="raw", rank=0, pid=0)
-            assert isinstance(exchange(wire.encode(greeting)), wire.Ok)
-        yield exchange
-    finally:
-        socket.close()
-        context.term()
-
-
-async def produce(
-    client: AsyncBufferClient, capacity: int, sent: dict[SampleId, Trajectory]
-) -> list[str]:
-    """Lease once and push every sample; the statuses."""
-    reply = await client.lease(client.name, V0, capacity, wait_s=0)
-    samples = [trajectory(x, k, client.name) for x in reply.leases for k in x.samples]
-    sent |= {t.header.id: t for t in samples}
-    return list(await asyncio.gather(*(client.push(wire.pack_trajectory(t)) for t in samples)))
 
 
 def test_a_few_hundred_samples_arrive_bit_for_bit(serve: Serve) -> None:
@@ -503,7 +447,10 @@ def test_pulls_end_when_the_prompts_do(serve: Serve) -> None:
         assert isinstance(client.pull(1, wait_s=0), BatchPart)
         reply = client.pull(2, wait_s=60)
         assert isinstance(reply, wire.Stopped)
-        assert reply.reason == "prompts exhausted: 1 groups left, batch 2 needs 2"
+        assert reply.reason == (
+            "prompts exhausted, 1 groups left, batch 2 needs 2: not trained, their samples "
+            "stay held"
+        )
 
 
 def test_a_reward_that_always_fails_ends_the_pull_with_one_message(serve: Serve) -> None:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import asyncrl.launch
 from asyncrl.__main__ import main
 from asyncrl.errors import DeadlineError
+from asyncrl.preflight import machine
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "vllm")
@@ -67,6 +68,12 @@ BAD = [
     (["launch", "--dry-run", "run.dir="], "error: run.dir"),
     (["launch", "--dry-run", f"run.dir={'a' * 300}"], "File name too long"),
     (["launch", "-c", "~nobody-of-that-name/x.yaml"], "write the folder out"),
+    (["launch", "-c", "gsm8k-1node"], "error: task.path is not set"),
+    (["launch", "-c", "math-2node", "task.path=x"], "error: cluster.device=cuda: there is no NVIDIA GPU on this machine; set cluster.device=cpu or cluster.address"),
+    (["launch", "--dry-run", "engine.threads=99999"], "error: engine.threads=99999 is more than 4 times this machine's "),
+    (["launch", "--dry-run", "learner.threads=99999"], "error: learner.threads=99999 is more than 4 times this machine's "),
+    (["launch", "--dry-run", "engine.kv_cache_gib=99999"], "error: engine.kv_cache_gib=99999 x cluster.actors=1 = 1e+05 GiB is more than this machine's memory ("),
+    (["launch", "--dry-run", "--actors", "4096", "learner.batch_size=64"], "error: engine.kv_cache_gib=0.5 x cluster.actors=4096 = 2048 GiB is more than this machine's memory ("),
     (["launch", "--frobnicate"], "No such option: --frobnicate"),
     (["lanch"], "No such command 'lanch'"),
     (["model", "fetch", "smolm2-135m"], "did you mean smollm2-135m?"),
@@ -117,6 +124,21 @@ def test_light_commands_load_nothing_heavy(args: list[str], tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
+def test_importing_the_commands_loads_only_what_help_needs(tmp_path: Path) -> None:
+    """`asyncrl --help` within 0.3 s: what takes long to import waits for the command."""
+    heavy = (*HEAVY, "numpy", "tokenizers", "huggingface_hub", "zmq", "httpx", "psutil", "wandb")
+    code = (
+        "import sys, asyncrl.cli\n"
+        f"heavy = [n for n in {heavy!r} if n in sys.modules]\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_dry_run_loads_nothing_heavy_and_starts_nothing(model: Path, tmp_path: Path) -> None:
     code = (
         "import sys, asyncrl.__main__ as m\n"
@@ -144,10 +166,89 @@ def test_dry_run_shows_the_plan(
         "S = 1, W = 1: up to 8 groups (64 samples) ahead of training",
         "up to 64 samples (2 actors x 32)",
         str(tmp_path / "runs" / "first"),
-        "actor-1      cpu",
-        "learner-0    cpu",
+        "actor-1    cpu     1",
+        "learner-0  cpu     1",
     ):
         assert expected in out
+
+
+def test_dry_run_says_what_ends_the_run(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(model) == 0
+    out = capfd.readouterr().out
+    assert (
+        "ends       after 30 batches\n           or early: 3 batches in a row without a finite loss\n"
+        in out
+    )
+    ends = ("stop.wall_s=600", "stop.epochs=2", "stop.reward=.75", "stop.nonfinite_losses=null",
+            "buffer.filter_zero_variance=true")  # fmt: skip
+    assert dry_run(model, *ends) == 0
+    out = capfd.readouterr().out
+    assert (
+        "after 30 batches, or after 600 s, or after 2 epochs (56.0 batches each), or when the mean "
+        "reward of 10 batches reaches 0.75\n           or early: 64 groups in a row left out"
+    ) in out
+
+
+def test_dry_run_shows_named_gpus(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    args = ["cluster.placement=explicit", "engine.tensor_parallel=2", "engine.kv_cache_gib=null",
+            'cluster.actor_places=["local:1,2"]', "cluster.learner_places=[local:0]"]  # fmt: skip
+    assert dry_run(model, *args) == 0
+    rows = [line.split() for line in capfd.readouterr().out.splitlines()[-3:]]
+    assert rows == [
+        ["buffer-0", "cpu", "1"], ["actor-0", "gpu", "1,2", "-"], ["learner-0", "gpu", "0", "-"]
+    ]  # fmt: skip
+    assert dry_run(model, *args, "cluster.learner_places=[local:3]") == 2
+    assert "cluster.learner_places: local has no GPU 3 (for learner-0)" in capfd.readouterr().err
+
+
+def test_dry_run_cannot_know_the_nodes_of_a_cluster(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    address = ("cluster.address=10.0.0.1:6379", "cluster.device=cpu")
+    assert dry_run(model, *address) == 0
+    out = capfd.readouterr().out.splitlines()
+    assert out[-1].strip() == "known at the start, when 10.0.0.1:6379 is asked: the nodes (packed)"
+    assert out[-2].split() == ["learner-0", "?", "cpu", "?"]
+    places = ("cluster.placement=explicit", "cluster.actor_places=[rack_a]",
+              "cluster.learner_places=[10.0.0.7]", "learner.threads=3")  # fmt: skip
+    assert dry_run(model, *address, *places) == 0
+    out = capfd.readouterr().out.splitlines()
+    assert out[-1].endswith("is asked: whether these machines and GPUs exist")
+    assert [line.split() for line in out[-4:-1]] == [
+        ["buffer-0", "10.0.0.7", "cpu", "1"], ["actor-0", "rack_a", "cpu", "?"],
+        ["learner-0", "10.0.0.7", "cpu", "3"],
+    ]  # fmt: skip
+
+
+def test_dry_run_starts_one_reward_process_at_most(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's function is imported once, however many workers; a built-in one not at all."""
+    (tmp_path / "mine.py").write_text(
+        "import os\nopen(f'imported-{os.getpid()}', 'w').close()\n"
+        "def reward(prompt, response, finish_reason):\n    return 0.0\n"
+    )
+    assert dry_run(model, "task.reward=mine:reward", "task.reward_workers=64") == 0
+    assert len(list(tmp_path.glob("imported-*"))) == 1
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("started a process")
+
+    monkeypatch.setattr("asyncrl.actors.rewards.RewardWorker", fail)
+    assert dry_run(model) == 0
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "_CGROUP_LIMIT", limit)
+    whole = machine.memory_gib()
+    limit.write_text("max\n")
+    assert machine.memory_gib() == whole
+    limit.write_text(f"{3 << 28}\n")
+    assert machine.memory_gib() == 0.75
 
 
 def test_dry_run_refuses_what_does_not_fit_the_model(
@@ -288,7 +389,7 @@ def test_config_show_and_list(capfd: pytest.CaptureFixture[str]) -> None:
     assert "# quickstart.yaml:" in out
     assert main(["config", "list"]) == 0
     out = capfd.readouterr().out
-    assert "quickstart  SmolLM2-135M learns sums" in out
+    assert "quickstart   SmolLM2-135M learns sums" in out
     assert len(out.splitlines()) >= 3
 
 

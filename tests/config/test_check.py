@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.actors.rollout import LEASE_WAIT_S, PROGRESS_EVERY_S
 from asyncrl.config.check import EVEN_DIGITS_PROMPTS, check
 from asyncrl.config.load import load
+from asyncrl.config.rules.fleet import MIN_LEASE_TIMEOUT_S, MIN_SILENT_S
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.even_digits import TEXTS
+
+EXPLICIT = "cluster.placement=explicit cluster.actor_places=[local] cluster.learner_places=[local]"
 
 REFUSED = [
     ("learner.batch_size=60", "learner.batch_size=60 (override) is not whole groups of rollout.group_size=8: set it to 56 or 64"),
@@ -56,6 +60,36 @@ REFUSED = [
     ("run.name=..", "is not a folder name"),
     ("run.name=", "is not a folder name"),
     ("log.wandb_project=x", "log.wandb_project=x (override) has no effect with log.wandb=off: remove it or set log.wandb=offline or online"),
+    ("cluster.placement=spread", "cluster.placement=spread (override) has no effect without cluster.address (there is one machine): remove it or set cluster.address"),
+    ("cluster.actor_places=[local]", "cluster.actor_places=('local',) (override) has no effect with cluster.placement=packed: remove it or set cluster.placement=explicit"),
+    ("cluster.learner_places=[local]", "cluster.learner_places=('local',) (override) has no effect"),
+    ("cluster.placement=explicit cluster.actor_places=[local]", "cluster.learner_places is not set: cluster.placement=explicit needs one NODE or NODE:GPU,GPU per learner"),
+    ("cluster.placement=explicit cluster.learner_places=[]", "cluster.learner_places is not set"),
+    ("cluster.placement=explicit cluster.learner_places=[a,b]", "cluster.learner_places has 2 entries and cluster.learners=1: give one per learner, or one NODE without GPUs for all"),
+    (f"{EXPLICIT} cluster.actors=2 cluster.actor_places=[local:0]", "cluster.actor_places has 1 entries and cluster.actors=2"),
+    (f"{EXPLICIT} cluster.actor_places=[local:x]", "cluster.actor_places: 'local:x' is no place: write NODE or NODE:GPU,GPU, e.g. local:0,1"),
+    (f'{EXPLICIT} cluster.actor_places=["local:0,1"]', "cluster.actor_places: local:0,1 (actor-0) lists 2 GPUs and engine.tensor_parallel=1: list 1"),
+    (f'{EXPLICIT} cluster.learner_places=["local:0,1"]', "lists 2 GPUs and a rank has 1: list 1"),
+    (f"{EXPLICIT} cluster.actors=2 cluster.actor_places=[a:0,a:0]", "cluster.actor_places: a:0 (actor-1): GPU 0 of a is listed twice (for actor-0): give another"),
+    (f"{EXPLICIT} cluster.actor_places=[a:0] cluster.learner_places=[a:00]", "cluster.learner_places: a:0 (learner-0): GPU 0 of a is listed twice (for actor-0)"),
+    (f'{EXPLICIT} engine.tensor_parallel=2 cluster.actor_places=["a:1,1"]', "GPU 1 of a is listed twice"),
+    (f"{EXPLICIT} cluster.device=cpu cluster.actor_places=[a:0]", "cluster.actor_places: a:0 (actor-0) names GPUs and runs on device cpu: write a"),
+    ("cluster.address=local", "cluster.address=local (override): expected HOST:PORT of a running Ray cluster"),
+    ("cluster.address=ray://a:10001", "expected HOST:PORT of a running Ray cluster"),
+    ("cluster.actors=4097", "cluster.actors=4097 (override) is over 4096"),
+    ("cluster.learners=5000 learner.batch_size=8000", "cluster.learners=5000 (override) is over 4096"),
+    ("cluster.silent_after_s=5.9", "cluster.silent_after_s=5.9 (override) would give up healthy actors: one without work speaks every 5 s: raise it to 6"),
+    ("rollout.lease_timeout_s=3", "rollout.lease_timeout_s=3.0 (override) would expire before it can be renewed: progress is reported every 2 s: raise it to 4"),
+    ("cluster.max_restarts=0 cluster.restart_backoff_s=2", "cluster.restart_backoff_s=2.0 (override) has no effect with cluster.max_restarts=0"),
+    ("stop.reward_batches=5", "stop.reward_batches=5 (override) has no effect without stop.reward: remove it or set stop.reward"),
+    ("stop.reward=1.5", "stop.reward=1.5 (override): task.reward=auto lies between 0 and 1, so this is never reached: set it between 0 and 1"),
+    ("stop.reward=0", "so this is reached at once"),
+    ("stop.reward=.5 run.steps=9", "stop.reward_batches=10 is over run.steps=9: stop.reward could never be judged: lower it"),
+    ("buffer.max_filtered_in_a_row=9", "buffer.max_filtered_in_a_row=9 (override) has no effect with buffer.filter_zero_variance=false"),
+    ("rollout.group_size=2 rollout.failed_member=drop", "rollout.failed_member=drop (override) has no effect with rollout.group_size=2"),
+    ("record.trajectories=false record.max_gib=2", "record.max_gib=2.0 (override) has no effect with record.trajectories=false: remove it or set record.trajectories=true"),
+    ("task.reward_workers=1025", "task.reward_workers=1025 (override) is that many processes per actor: lower it to 1024"),
+    ("learner.optim.lr=11", "learner.optim.lr=11.0 (override) destroys the weights in one step"),
     ("model.trust_remote_code=true", "has no effect with the built-in model smollm2-135m"),
 ]  # fmt: skip
 
@@ -78,6 +112,22 @@ ALLOWED = [
     "engine.max_model_len=768 learner.max_tokens_per_microbatch=768",
     "cluster.device=cuda engine.tensor_parallel=2 weights.backend=nccl",
     "log.wandb=offline log.wandb_project=x",
+    EXPLICIT,
+    f'{EXPLICIT} cluster.actors=2 engine.tensor_parallel=2 cluster.actor_places=["a:0,1","b:0,1"]',
+    f"{EXPLICIT} cluster.actors=2 cluster.actor_places=[a:0,b:0] cluster.learner_places=[a:1]",
+    "cluster.placement=spread cluster.address=auto",
+    "cluster.address=10.0.0.1:6379",
+    "cluster.placement=packed",
+    "cluster.actors=4096",
+    "cluster.silent_after_s=6 rollout.lease_timeout_s=4",
+    "cluster.max_restarts=0",
+    "stop.reward=1 stop.reward_batches=100",
+    "stop.reward=-3 task.reward=m:f",
+    "buffer.filter_zero_variance=true buffer.max_filtered_in_a_row=9",
+    "rollout.group_size=2",
+    "rollout.failed_member=drop",
+    "record.trajectories=false",
+    "task.reward_workers=1024 learner.optim.lr=10",
 ]
 
 
@@ -131,6 +181,11 @@ def test_at_most_ten_refusals() -> None:
     with pytest.raises(ConfigError) as e:
         load(None, keys.split())
     assert str(e.value).splitlines()[-1] == "and 2 more"
+
+
+def test_least_silence_leaves_room_for_what_a_healthy_actor_says() -> None:
+    assert LEASE_WAIT_S < MIN_SILENT_S <= Config().cluster.silent_after_s
+    assert 2 * PROGRESS_EVERY_S <= MIN_LEASE_TIMEOUT_S <= Config().rollout.lease_timeout_s
 
 
 def test_the_number_of_toy_prompts() -> None:

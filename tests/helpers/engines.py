@@ -16,11 +16,12 @@ import psutil
 import torch
 import uvloop
 
+from asyncrl.actors.announce import Announcer
 from asyncrl.actors.vllm_engine import VllmEngine
 from asyncrl.actors.weights import EngineWeights, WeightService
 from asyncrl.config.schema import Config, EngineConfig, RolloutConfig
+from asyncrl.learner.members import Members
 from asyncrl.learner.publish import BroadcastPublisher
-from asyncrl.learner.weight_fleet import Receiver
 from asyncrl.protocols import Generation, GenerationRequest
 from asyncrl.types import Version
 from asyncrl.weights import ParamSpec
@@ -121,6 +122,8 @@ class EngineHost:
         self._update_timeout_s = update_timeout_s
         self._device, self._weight_backend = device, weight_backend
         self.applied: list[Version] = []
+        self._announcer: Announcer | None = None
+        self._announcing: asyncio.Task[None] | None = None
 
     def __enter__(self) -> EngineHost:
         self._environment = dict(os.environ)
@@ -153,6 +156,29 @@ class EngineHost:
     def generate(self, request_id: str, prompt: tuple[int, ...], n: int) -> Generation:
         return self.run(self.engine.generate(GenerationRequest(request_id, prompt, n, 1.0)))
 
+    def announce(self, fleet_endpoint: str, name: str) -> None:
+        """Announce the engine there, and nowhere else, from now on."""
+        self.run(self._announce(fleet_endpoint, name))
+
+    def silence(self) -> None:
+        """Announce it no more."""
+        self.run(self._silence())
+
+    async def _announce(self, fleet_endpoint: str, name: str) -> None:
+        await self._silence()
+        self._announcer = Announcer(
+            fleet_endpoint, self.service, name=name, workers=1,
+            applied=lambda: self.engine.applied,
+        )  # fmt: skip
+        self._announcing = asyncio.create_task(self._announcer.run())
+
+    async def _silence(self) -> None:
+        if self._announcer is not None and self._announcing is not None:
+            self._announcing.cancel()
+            await asyncio.gather(self._announcing, return_exceptions=True)
+            self._announcer.close()
+            self._announcer = self._announcing = None
+
     async def _start(self) -> None:
         self.engine = await VllmEngine.start(
             self._config,
@@ -172,6 +198,7 @@ class EngineHost:
         self.service.start()
 
     async def _stop(self) -> None:
+        await self._silence()
         await self.service.close()
         await self.weights.close()
         await self.engine.shutdown()
@@ -184,19 +211,43 @@ class EngineHost:
         os.environ.update(self._environment)
 
 
-def publisher(endpoints: list[str], weights: Callable[[], Any], **overrides: Any) -> Any:
-    """A gloo publisher of the named parameters of `weights()`, one worker an actor."""
+class HostedPublisher(BroadcastPublisher):
+    """A publisher to the engines of some hosts; `add` brings in one more."""
+
+    def __init__(self, hosts: list[EngineHost], **settings: Any) -> None:
+        self.hosts: list[EngineHost] = []
+        self.members = Members()
+        for host in hosts:
+            self.add(host)
+        assert self.members.wait_for(len(hosts), 30)
+        super().__init__(self.members, **settings)
+
+    def add(self, host: EngineHost) -> None:
+        host.announce(self.members.endpoint, f"actor-{len(self.hosts)}")
+        self.hosts.append(host)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for host in self.hosts:
+                host.silence()
+            self.members.close()
+
+
+def publisher(
+    hosts: list[EngineHost], weights: Callable[[], Any], **overrides: Any
+) -> HostedPublisher:
+    """A gloo publisher of the named parameters of `weights()`."""
     settings: dict[str, Any] = {
         "rank": 0,
-        "world": 1,
         "source": lambda: weights().named_parameters(),
         "metadata": metadata(weights()),
         "backend": "gloo",
         "device": torch.device("cpu"),
         "timeout_s": 30.0,
     }
-    receivers = [Receiver(f"actor-{i}", endpoint, 1) for i, endpoint in enumerate(endpoints)]
-    return BroadcastPublisher(receivers, **(settings | overrides))
+    return HostedPublisher(hosts, **(settings | overrides))
 
 
 def metadata(model: torch.nn.Module) -> list[ParamSpec]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.tasks import eval_prompts, make_prompts, make_source
+from asyncrl.tasks import eval_prompts, make_prompts, make_source, prompts_end
 from asyncrl.tasks.order import shuffled
 from asyncrl.types import Prompt
 
@@ -71,6 +71,18 @@ def test_arithmetic_prompts() -> None:
     assert len({g for g, _ in train}) == len(train)
     assert [g.index for g, _ in first] != [g.index for g, _ in second]
     assert list(islice(make_prompts(c), 20)) == train[:20]
+
+
+def test_epochs_end_the_prompts_when_they_are_set() -> None:
+    c = config("task.max_operand=5", "eval.samples=4", "stop.epochs=3")
+    train = list(make_prompts(c))
+    assert len(train) == 3 * make_source(c).trainable()
+    assert [g.epoch for g, _ in train] == sorted(g.epoch for g, _ in train)
+    endless = make_prompts(config("task.max_operand=5", "eval.samples=4"))
+    assert list(islice(endless, len(train))) == train
+    assert next(endless)[0].epoch == 3
+    assert prompts_end(c) == "stop.epochs=3"
+    assert prompts_end(config()) == ""
 
 
 @pytest.mark.parametrize(("operand", "samples"), [(9, 10), (9, 54), (20, 256), (99, 256)])

@@ -1,6 +1,6 @@
 """What can be known before any process starts: model, data, reward, room, placement.
 
-config ─► devices ─► sense on that device ─► data, reward, folder ─► model (fetched last)
+config ─► devices ─► sense on that device ─► room ─► data, reward, folder ─► model (fetched last)
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl import models
-from asyncrl.config.check import check
+from asyncrl.config.check import REWARDS, check
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, MissingExtraError, ModelError, UserError
 from asyncrl.model_store.folder import context_length, has_chat_template, read_config
+from asyncrl.preflight.machine import check_machine
 
 if TYPE_CHECKING:
-    from asyncrl.launch.cluster import Placement
+    from asyncrl.launch.placement import Placement
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -66,10 +67,11 @@ def preflight(
     Raises:
         UserError: what was found, one problem a line; what to change.
     """
-    from asyncrl.launch.cluster import place
+    from asyncrl.launch.placement import place
 
     placement = place(config)
     check(config, sources, placement.device)
+    check_machine(config, placement)
     problems: list[UserError] = []
 
     def attempt(step: Callable[[], T]) -> T | None:
@@ -111,6 +113,10 @@ def _sinks(config: Config) -> None:
         raise MissingExtraError(
             f"log.wandb={config.log.wandb}: wandb is not installed; pip install 'asyncrl[wandb]'"
         )
+    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise MissingExtraError(
+            "log.tensorboard=true: tensorboard is not installed; pip install 'asyncrl[tensorboard]'"
+        )
 
 
 def _some_prompt_fits(config: Config, model_path: Path) -> None:
@@ -146,10 +152,14 @@ def _some_prompt_fits(config: Config, model_path: Path) -> None:
 
 def _reward(config: Config) -> str:
     """Import a user's function where it will run: in a child that may hang or crash."""
-    from asyncrl.actors.rewards import RewardWorker
+    from asyncrl.actors.rewards import RewardWorker, reward_spec
+
+    if config.task.reward in REWARDS:
+        return reward_spec(config.task)
+    one = config.task.model_copy(update={"reward_workers": 1})  # the others would do the same
 
     async def start() -> str:
-        worker = RewardWorker(config.task)
+        worker = RewardWorker(one)
         try:
             await worker.start()
         finally:
@@ -211,54 +221,3 @@ def _fits(config: Config, model_path: Path, context: int | None) -> None:
 def _room(config: Config, context: int) -> str:
     room = context - config.rollout.max_prompt_tokens
     return str(room) if room > 0 else f"fit, and rollout.max_prompt_tokens below {context}"
-
-
-def describe(p: Preflight) -> str:
-    """The plan of a run, for people."""
-    c = p.config
-    n, g, s, w = (
-        c.rollout.group_size, c.groups_per_batch, c.buffer.max_staleness, c.buffer.window,
-    )  # fmt: skip
-    n_pub = c.learner.batches_per_publication
-    ahead = (s + 1) * g * n_pub - w + 1
-    capacity = c.cluster.actors * c.rollout.max_in_flight
-    eval_text = f"{p.eval_prompts} held out" if p.eval_prompts else "no evaluation"
-    used = f"uses {c.max_model_len} of {p.context}" if p.context else f"uses {c.max_model_len}"
-    rows = [
-        ("model", f"{c.model.name} ({p.model_type}), {used} tokens of context"),
-        ("", str(p.model_path)),
-        ("task", f"{c.task.kind}: {p.train_prompts} prompts an epoch, {eval_text}, "
-                 f"reward {p.reward}"),
-        ("training", f"{c.run.steps} batches of {c.learner.batch_size} samples = {g} groups of {n}"
-                     f" (G = {g}), published every {n_pub}"),
-        ("staleness", f"S = {s}, W = {w}: up to {ahead} groups ({ahead * n} samples) ahead of "
-                      "training"),
-        ("in flight", f"up to {capacity} samples ({c.cluster.actors} actors x "
-                      f"{c.rollout.max_in_flight})"),
-        ("weights", p.placement.weight_backend),
-        ("files", str(p.run_path)),
-        ("placement", "role         device  threads"),
-        *(("", f"{role:<12} {device:<7} {threads}") for role, device, threads in _roles(p)),
-    ]  # fmt: skip
-    if capacity > ahead * n:
-        rows.append(
-            ("note", f"actors have room for {capacity} samples and at most {ahead * n} may be "
-                     "ahead: raise buffer.max_staleness or lower rollout.max_in_flight")
-        )  # fmt: skip
-    return "\n".join(f"{label:<10} {text}" for label, text in rows)
-
-
-def _roles(p: Preflight) -> list[tuple[str, str, str]]:
-    c, on_cpu = p.config.cluster, p.placement.device == "cpu"
-    tp = p.config.engine.tensor_parallel
-    actor = "cpu" if on_cpu else f"{tp} gpu"
-    learner = "cpu" if on_cpu else "1 gpu"
-    threads = {
-        "actor": str(p.placement.actor_threads) if on_cpu else "-",
-        "learner": str(p.placement.learner_threads) if on_cpu else "-",
-    }
-    return [
-        ("buffer-0", "cpu", "1"),
-        *((f"actor-{r}", actor, threads["actor"]) for r in range(c.actors)),
-        *((f"learner-{r}", learner, threads["learner"]) for r in range(c.learners)),
-    ]

@@ -1,0 +1,40 @@
+"""Scores in the actor's own process: for `--debug`, where a breakpoint in the reward must work."""
+
+from __future__ import annotations
+
+from asyncrl.actors.rewards.registry import as_reward, resolve_reward, reward_spec
+from asyncrl.config.schema import TaskConfig
+from asyncrl.errors import RewardError
+from asyncrl.types import Prompt
+
+
+class InlineReward:
+    """A `Scorer` without a child: no deadline, nothing is killed."""
+
+    def __init__(self, task: TaskConfig) -> None:
+        self.spec = reward_spec(task)
+        self.timeouts = 0
+        self.errors = 0
+
+    async def start(self) -> None:
+        """Import the function.
+
+        Raises:
+            UserError: it cannot be imported.
+        """
+        self._function = resolve_reward(self.spec)
+
+    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> float:
+        """The reward of a response.
+
+        Raises:
+            RewardError: the function raised, or returned no finite number.
+        """
+        try:
+            return as_reward(self._function(prompt, response, finish_reason))
+        except Exception as e:
+            self.errors += 1
+            raise RewardError(f"reward {self.spec}: {type(e).__name__}: {e}") from e
+
+    async def close(self) -> None:
+        """Nothing to end."""

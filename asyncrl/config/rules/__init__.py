@@ -1,0 +1,1 @@
+"""The rules of `asyncrl.config.check`, a file for each subject; context.py is what they look at."""

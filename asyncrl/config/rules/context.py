@@ -1,0 +1,53 @@
+"""What a rule looks at, and the words that rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from asyncrl.config import fields
+from asyncrl.config.schema import Config
+
+_DEFAULTS = fields.flatten(Config())
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A configuration and where its values came from."""
+
+    config: Config
+    sources: Mapping[str, str]
+    flat: Mapping[str, object]
+    device: str
+    shipped: frozenset[str]
+    """File names of the shipped configurations."""
+
+    def given(self, key: str) -> bool:
+        """True if somebody set the field, to something else than null.
+
+        In a file the default value does not count: a run's config.yaml holds every field. What
+        a shipped file sets does not count either.
+        """
+        source, value = self.sources.get(key, "default"), self.flat[key]
+        file, is_file, _ = source.partition(":")
+        if source == "default" or value is None:
+            return False
+        # Whoever starts from a shipped file may turn off what its other lines are for.
+        return not is_file or (value != _DEFAULTS[key] and file not in self.shipped)
+
+    def named(self, key: str) -> str:
+        """`key=value (where)`."""
+        value = self.flat[key]
+        text = str(value).lower() if isinstance(value, bool) else value
+        source = self.sources.get(key, "default")
+        return f"{key}={text}" + ("" if source == "default" else f" ({source})")
+
+    def inactive(self, *keys: str, why: str, fix: str) -> Iterator[str]:
+        """A refusal for each key that is set although it has no effect."""
+        for key in keys:
+            if self.given(key):
+                yield f"{self.named(key)} has no effect {why}: remove it or {fix}"
+
+
+Rule = Callable[[Context], Iterator[str]]
+"""Yields a refusal for each problem that it finds."""

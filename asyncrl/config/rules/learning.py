@@ -1,0 +1,107 @@
+"""Batches, staleness, lengths and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.config.rules.context import Context, Rule
+
+MAX_LR = 10.0
+"""A learning rate above it is a slip of the pen."""
+
+
+def _batch(c: Context) -> Iterator[str]:
+    batch, n = c.config.learner.batch_size, c.config.rollout.group_size
+    if batch % n:
+        low, high = batch // n * n, (batch // n + 1) * n
+        fix = f"{low} or {high}" if low else f"{high}"
+        yield (
+            f"{c.named('learner.batch_size')} is not whole groups of "
+            f"rollout.group_size={n}: set it to {fix}"
+        )
+    learners = c.config.cluster.learners
+    if batch < learners:
+        yield (
+            f"{c.named('learner.batch_size')} leaves some of cluster.learners={learners} ranks "
+            f"without a sample: raise it to {-(-learners // n) * n} or lower cluster.learners"
+        )
+    if n == 1:
+        yield (
+            f"{c.named('rollout.group_size')}: the advantage is relative to the group "
+            f"(learner.loss.advantage={c.config.learner.loss.advantage}) and always 0 in a group "
+            "of one, so nothing is learned: raise it to 2 or more"
+        )
+
+
+def _admission(c: Context) -> Iterator[str]:
+    """docs/architecture.md: position p is leased iff p + W <= (v_a + S + 1) * G * n."""
+    s, w = c.config.buffer.max_staleness, c.config.buffer.window
+    n = c.config.learner.batches_per_publication
+    per_version = max(1, c.config.groups_per_batch) * n
+    if w - 1 > s * per_version:
+        yield (
+            f"{c.named('buffer.window')} deadlocks: window - 1 = {w - 1} is over max_staleness x "
+            f"groups per batch x batches_per_publication = {s} x {c.config.groups_per_batch} x "
+            f"{n} = {s * per_version}, so the last groups of a batch could never be leased: "
+            f"lower it to {s * per_version + 1} or raise buffer.max_staleness to "
+            f"{-(-(w - 1) // per_version)}"
+        )
+    if n > c.config.run.steps:
+        yield (
+            f"{c.named('learner.batches_per_publication')} is over run.steps="
+            f"{c.config.run.steps}: no weights would ever be published: lower it"
+        )
+
+
+def _lengths(c: Context) -> Iterator[str]:
+    r = c.config.rollout
+    longest = r.max_prompt_tokens + r.max_new_tokens
+    parts = f"(prompt {r.max_prompt_tokens} + response {r.max_new_tokens} = {longest} tokens)"
+    if c.config.learner.max_tokens_per_microbatch < longest:
+        yield (
+            f"{c.named('learner.max_tokens_per_microbatch')} is smaller than the longest sample "
+            f"it can receive {parts}: raise it to {longest} or lower rollout.max_new_tokens"
+        )
+    length = c.config.engine.max_model_len
+    if length is not None and length < longest:
+        yield (
+            f"{c.named('engine.max_model_len')} is smaller than the longest sample {parts}: "
+            f"raise it to {longest}, remove it, or lower rollout.max_new_tokens"
+        )
+
+
+def _loss(c: Context) -> Iterator[str]:
+    if c.config.learner.epochs == 1:
+        yield from c.inactive(
+            "learner.loss.clip_low", "learner.loss.clip_high", "learner.loss.dual_clip",
+            why="with learner.epochs=1 (the ratio to the policy before the update is 1)",
+            fix="set learner.epochs=2 or more",
+        )  # fmt: skip
+    optim = c.config.learner.optim
+    if optim.lr > MAX_LR:
+        yield (
+            f"{c.named('learner.optim.lr')} destroys the weights in one step: lower it to "
+            "1e-3 or less (1e-6 to 2e-5 are usual)"
+        )
+    if optim.warmup_steps > c.config.run.steps:
+        yield (
+            f"{c.named('learner.optim.warmup_steps')} is over run.steps={c.config.run.steps}: "
+            "the peak learning rate would never be reached: lower it"
+        )
+
+
+def _groups(c: Context) -> Iterator[str]:
+    if not c.config.buffer.filter_zero_variance:
+        yield from c.inactive(
+            "buffer.max_filtered_in_a_row", why="with buffer.filter_zero_variance=false",
+            fix="set buffer.filter_zero_variance=true",
+        )  # fmt: skip
+    if c.config.rollout.group_size == 2:
+        yield from c.inactive(
+            "rollout.failed_member",
+            why="with rollout.group_size=2 (what is left is a group of one, always dropped)",
+            fix="raise rollout.group_size",
+        )
+
+
+RULES: tuple[Rule, ...] = (_groups, _batch, _admission, _lengths, _loss)

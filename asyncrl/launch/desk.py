@@ -1,0 +1,131 @@
+"""The launcher's desk: where records arrive and what is shown and written of a run.
+
+records ──► Hub ──► metrics.jsonl, events.jsonl, Board, further sinks
+                      Board ──► ConsoleView, summary.json
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TextIO
+
+from asyncrl import wire
+from asyncrl.buffer.client import BufferClient
+from asyncrl.config.schema import Config
+from asyncrl.hub import Hub
+from asyncrl.launch.board import Board
+from asyncrl.launch.console import ConsoleView
+from asyncrl.launch.folder import RunFolder
+from asyncrl.launch.placement import launcher_address
+from asyncrl.launch.status_file import StatusFile
+from asyncrl.launch.summary import evaluation_line, last_lines, summary_of
+from asyncrl.protocols import MetricSink
+from asyncrl.pulse import Pulse
+from asyncrl.sinks import JsonlSink
+from asyncrl.types import Version
+from asyncrl.waits import Waits
+
+RECORDED_S = 10.0
+"""How long the recording may take to be on the disk at the end of a run."""
+
+
+def last_stats(client: BufferClient, version: Version) -> wire.Stats:
+    """The ledger's last counts, once everything is recorded.
+
+    Raises:
+        AsyncRLError: the buffer is gone.
+    """
+    stats = client.stats()
+    if stats.state != "done":  # a run that broke: no learner has said so
+        client.stop("the run failed or was ended", final=version)
+    deadline = time.monotonic() + RECORDED_S
+    while stats.gauges.get("record/waiting") and time.monotonic() < deadline:
+        time.sleep(0.05)
+        stats = client.stats()
+    return stats
+
+
+class Desk:
+    """Owns the hub, the board and the console of a run."""
+
+    def __init__(
+        self, config: Config, folder: RunFolder, run_id: str, view_file: TextIO, began: float
+    ) -> None:
+        self.config, self.folder, self.run_id = config, folder, run_id
+        self.board = Board(config, started=began)
+        self.hub = Hub(self._sinks(), run_id=run_id, host=launcher_address(config.cluster.address))
+        self.waits = Waits("launcher", config.log.wait_warn_s)
+        self._status = StatusFile(
+            os.path.join(folder.path, "status.json"), self.board, run_id=run_id, run=folder.name
+        )
+        self._pulse = Pulse(
+            self.hub.endpoint, "launcher", 0, waits=self.waits, position=self.board.position,
+            metrics=[self.hub.metrics, self.board.fleet.metrics], children=False,
+        )  # fmt: skip
+        self.view = ConsoleView(
+            self.board, title=f"asyncrl · {folder.name}", mode=config.log.console, file=view_file
+        )
+
+    def _sinks(self) -> list[MetricSink]:
+        log, folder = self.config.log, self.folder
+        sinks: list[MetricSink] = [JsonlSink(folder.metrics, folder.events), self.board]
+        if log.wandb != "off":
+            from asyncrl.launch.wandb_sink import WandbSink
+
+            sinks.append(WandbSink(self.config, folder))
+        if log.tensorboard:
+            from asyncrl.launch.tensorboard_sink import TensorBoardSink
+
+            sinks.append(TensorBoardSink(folder))
+        return sinks
+
+    def tell_evals(self, at_end: bool = False) -> None:
+        """Write `eval/<task>/score` once all actors' shares of a version are in."""
+        task, n = self.config.task.kind, self.config.learner.batches_per_publication
+        for version, evaluation in self.board.finished_evals(at_end):
+            evaluation.told = True
+            self.view.say(evaluation_line(version, evaluation))
+            self.hub.write(
+                wire.Record(
+                    role="launcher", rank=0, version=version, incarnation=0,
+                    step=min(version * n, self.config.run.steps),
+                    metrics={
+                        f"eval/{task}/score": evaluation.score,
+                        f"eval/{task}/prompts": evaluation.prompts,
+                    },
+                )
+            )  # fmt: skip
+
+    def phase(self, text: str) -> None:
+        """What the run is doing now, for the console."""
+        if text != self.board.phase:
+            self.board.phase = text
+            if self.view.mode == "plain":
+                self.view.say(text)
+        self.view.refresh()
+
+    def startup(self, phase: str, began: float) -> None:
+        """An event for the breakdown of the start."""
+        self.event("startup", phase=phase, seconds=round(time.monotonic() - began, 2))
+
+    def event(self, what: str, **fields: object) -> None:
+        """A line of events.jsonl."""
+        self.hub.write(wire.Record(
+            role="launcher", rank=0, step=self.board.step, version=self.board.version,
+            incarnation=0, event={"event": what, **fields},
+        ))  # fmt: skip
+
+    def summarise(self, stats: wire.Stats | None, ended: str, reason: str) -> None:
+        """Write summary.json and say the last lines; nothing is taken in afterwards."""
+        self.board.stats = stats or self.board.stats
+        self._pulse.close()
+        self.hub.drain()
+        self.tell_evals(at_end=True)
+        self.hub.close()
+        self.folder.write_summary(summary_of(self.board, stats, ended, self.run_id, reason))
+        self._status.close()
+        self.view.close()
+        for line in last_lines(self.board, stats, ended, reason):
+            self.view.say(line)
+        self.view.say(f"files: {self.folder.path}")

@@ -1,0 +1,202 @@
+"""The actors as the launcher sees them: started, watched, restarted with back-off.
+
+    starting ──set up──► ready ──endpoints known──► running ──► finished
+        ▲                  │                           │
+        └── back-off ◄─────┴── died, failed, late ◄────┘        (max_restarts in a row: gone)
+
+An actor that ends before the run does costs nothing but its work: the buffer gives its leases to
+others at once, and its successor leases nothing before it runs the current version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncRLError, RoleDiedError
+from asyncrl.launch.cluster import Cluster
+from asyncrl.launch.fleet_view import RoleState
+from asyncrl.launch.role_main import RoleSpec
+from asyncrl.types import Version
+
+MAX_BACKOFF_S = 60.0
+
+State = Literal["starting", "ready", "running", "backoff", "gone", "finished"]
+
+
+@dataclass
+class Slot:
+    """One actor, through all its processes."""
+
+    rank: int
+    state: State = "starting"
+    host: Any = None
+    ref: Any = None
+    """The host's call that is under way."""
+    until: float = 0.0
+    """When its set-up is late, or its back-off is over (time.monotonic)."""
+    restarts: int = 0
+    failures: int = 0
+    """In a row, without a sample in between."""
+    introduced: bool = False
+    """Whether a process of it was told to evaluate version 0."""
+    why: str = ""
+    """How its last process ended."""
+    produced: bool = field(default=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """E.g. "actor-0"."""
+        return f"actor-{self.rank}"
+
+    @property
+    def shown(self) -> RoleState:
+        """Its state as people are told."""
+        again: RoleState = "restarting" if self.restarts else "starting"
+        shown: dict[State, RoleState] = {
+            "starting": again, "ready": "alive", "running": "alive", "backoff": "restarting",
+            "gone": "dead", "finished": "finished",
+        }  # fmt: skip
+        return shown[self.state]
+
+
+class Fleet:
+    """All actors of a run. A MetricSink too: records tell which process has produced samples.
+
+    Args:
+        spec_of: what the actor of a rank is made from.
+        tell: writes an event (name, fields).
+        gone: tells the buffer that an actor's process has ended (name, why).
+    """
+
+    def __init__(
+        self, config: Config, cluster: Cluster, *, spec_of: Callable[[int], RoleSpec],
+        log_of: Callable[[str], str], tell: Callable[..., None], gone: Callable[[str, str], None],
+    ) -> None:  # fmt: skip
+        self._config, self._cluster = config, cluster
+        self._spec_of, self._log_of, self._tell, self._gone = spec_of, log_of, tell, gone
+        self.slots = [Slot(rank) for rank in range(config.cluster.actors)]
+        self.ever_ready = False
+        self.ending = False
+
+    # --- facts -------------------------------------------------------------------------------
+
+    def refs(self) -> dict[Any, Slot]:
+        """The calls under way."""
+        return {s.ref: s for s in self.slots if s.ref is not None}
+
+    def in_state(self, *states: State) -> list[Slot]:
+        """The actors in one of the states."""
+        return [s for s in self.slots if s.state in states]
+
+    @property
+    def over(self) -> bool:
+        """Whether every actor has finished or is gone for good."""
+        return all(s.state in ("finished", "gone") for s in self.slots)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take note of who produces."""
+        if record["role"] == "actor" and record["metrics"].get("actor/samples_pushed", 0) > 0:
+            slot = self.slots[record["rank"]]
+            slot.produced = slot.state == "running"
+
+    def close(self) -> None:
+        """Nothing to end: the cluster ends the hosts."""
+
+    # --- what happens to them ----------------------------------------------------------------
+
+    def start(self, slots: list[Slot] | None = None) -> None:
+        """Start these actors (default: all), beside each other."""
+        for slot in self.slots if slots is None else slots:
+            slot.state, slot.produced = "starting", False
+            slot.until = time.monotonic() + self._config.cluster.ready_timeout_s
+            slot.host = self._cluster.start(self._spec_of(slot.rank), self._log_of(slot.name))
+            slot.ref = slot.host.call.remote("setup")
+
+    def run_ready(self, buffer: str, fleet: str, version: Version) -> None:
+        """Let the actors that are set up produce, from the version that is published."""
+        for slot in self.in_state("ready"):
+            first, slot.introduced = not slot.introduced, True
+            slot.state = "running"
+            slot.ref = slot.host.call.remote("run", buffer, fleet, version, first)
+
+    def ended(self, slot: Slot, result: Callable[[], Any]) -> None:
+        """A call of an actor has ended.
+
+        Args:
+            result: its result, or it raises what the actor failed with.
+
+        Raises:
+            AsyncRLError: no actor was ever set up and this one cannot be: a setting is wrong.
+            RoleDiedError: no actor is left.
+        """
+        slot.ref = None
+        try:
+            result()
+        except AsyncRLError as e:
+            self.failed(slot, e)
+            return
+        if slot.state == "starting":
+            slot.state, self.ever_ready = "ready", True
+        else:
+            slot.state = "finished"
+
+    def failed(self, slot: Slot, error: AsyncRLError) -> None:
+        """An actor's process is of no use any more; see `ended` for what is raised."""
+        hopeless = slot.state == "starting" and not self.ever_ready
+        self._cluster.kill(slot.host)
+        slot.host = slot.ref = None
+        slot.why = str(error).splitlines()[0]
+        self._gone(slot.name, slot.why)
+        if hopeless and not isinstance(error, RoleDiedError):
+            raise error
+        slot.failures = 1 if slot.produced else slot.failures + 1
+        limit = self._config.cluster.max_restarts
+        if self.ending or slot.failures > limit:
+            slot.state = "gone"
+            self._tell("actor_gone", actor=slot.name, reason=slot.why, failures=slot.failures)
+            if not self.ending and self.over:
+                raise RoleDiedError(
+                    f"no actor is left, each failed more than cluster.max_restarts={limit} times "
+                    f"in a row; the last: {error}"
+                )
+            return
+        wait = min(
+            MAX_BACKOFF_S,
+            self._config.cluster.restart_backoff_s * 2.0 ** min(slot.failures - 1, 30),
+        )
+        slot.state, slot.until = "backoff", time.monotonic() + wait
+        self._tell("actor_died", actor=slot.name, reason=slot.why, restart_in_s=round(wait, 1))
+
+    def tick(self) -> None:
+        """Restart who has waited long enough; give up a set-up that is late."""
+        now = time.monotonic()
+        for slot in self.slots:
+            if slot.until > now:
+                continue
+            if slot.state == "backoff":
+                slot.restarts += 1
+                self._tell("actor_restarted", actor=slot.name, restarts=slot.restarts)
+                self.start([slot])
+            elif slot.state == "starting":
+                limit = self._config.cluster.ready_timeout_s
+                self.failed(slot, RoleDiedError(
+                    f"{slot.name} was not ready within cluster.ready_timeout_s={limit:.0f}; "
+                    f"see {self._log_of(slot.name)}"
+                ))  # fmt: skip
+
+    def end(self, silent: Callable[[Slot], bool]) -> Iterator[Slot]:
+        """The run is over: nobody is restarted, and who is silent is ended (and yielded)."""
+        self.ending = True
+        for slot in self.slots:
+            waits = slot.state in ("starting", "ready", "backoff")
+            if waits or (slot.state == "running" and silent(slot)):
+                if slot.host is not None:
+                    self._cluster.kill(slot.host)
+                running, slot.state = slot.state == "running", "gone"
+                slot.host = slot.ref = None
+                if running:
+                    yield slot

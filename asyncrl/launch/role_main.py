@@ -1,0 +1,216 @@
+"""What runs in a role's process: one class a role, and the loop that serves its host's calls.
+
+    host ──(method, arguments)──► serve ──► BufferRole | ActorRole | LearnerRole
+         ◄──(result or error)────
+
+Each role is imported only after its process has its own log and environment. With `--debug` the
+same classes live in one process, without hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncRLError
+from asyncrl.roles import RoleSettings, name_process
+from asyncrl.types import Version
+
+if TYPE_CHECKING:
+    from asyncrl.buffer.trajectories import TrajectoryWriter
+    from asyncrl.launch.forkserver import Start
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """What a role is made from."""
+
+    config: Config
+    settings: RoleSettings
+
+
+class BufferRole:
+    """The buffer."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        import uvloop
+
+        self._loop = uvloop.new_event_loop()
+        self._config, self._settings = spec.config, spec.settings
+
+    def start(self) -> str:
+        """Bind; the endpoint."""
+        from asyncrl import tasks
+        from asyncrl.buffer.ledger import Ledger
+        from asyncrl.buffer.server import BufferServer
+        from asyncrl.hub import HubClient
+        from asyncrl.pulse import Pulse
+        from asyncrl.waits import Waits
+
+        c, s = self._config, self._settings
+        ledger = Ledger(
+            prompts=tasks.make_prompts(c), group_size=c.rollout.group_size,
+            groups_per_batch=c.groups_per_batch,
+            batches_per_publication=c.learner.batches_per_publication,
+            max_staleness=c.buffer.max_staleness, window=c.buffer.window,
+            ranks=c.cluster.learners, lease_timeout_s=c.rollout.lease_timeout_s,
+            max_attempts=c.rollout.max_attempts,
+            failed_member=c.rollout.failed_member,
+            filter_zero_variance=c.buffer.filter_zero_variance,
+            max_filtered_in_a_row=c.buffer.max_filtered_in_a_row,
+            prompts_end=tasks.prompts_end(c),
+        )  # fmt: skip
+        hub = HubClient(s.hub_endpoint, "buffer")
+        self._pulse = Pulse(
+            s.hub_endpoint, "buffer", waits=Waits("buffer-0"), children=False,
+            position=lambda: (ledger.committed, ledger.version),
+        )  # fmt: skip
+        self._server = BufferServer(
+            ledger, run_id=s.run_id, host=s.host, emit=hub.emit,
+            silent_after_s=c.cluster.silent_after_s, recording=self._recording(),
+        )  # fmt: skip
+        return self._loop.run_until_complete(self._server.start())
+
+    def _recording(self) -> TrajectoryWriter | None:
+        from asyncrl.buffer.trajectories import TrajectoryWriter
+
+        record = self._config.record
+        if not record.trajectories:
+            return None
+        folder = os.path.join(self._settings.run_dir, "trajectories")
+        return TrajectoryWriter(folder, max_bytes=int(record.max_gib * 2**30))
+
+    def run(self) -> None:
+        """Serve until this process is ended."""
+        self._loop.run_until_complete(self._server.run())
+
+
+class ActorRole:
+    """An actor (vLLM adds its own process below it)."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        import uvloop
+
+        self._loop = uvloop.new_event_loop()
+        self._spec = spec
+
+    def setup(self) -> None:
+        """Start the engine."""
+        from asyncrl.actors.worker import ActorWorker
+
+        asyncio.set_event_loop(self._loop)
+        self._worker = ActorWorker(self._spec.config, self._spec.settings)
+        self._loop.run_until_complete(self._worker.setup())
+
+    def run(self, buffer: str, fleet: str, at_least: Version, first: bool) -> str:
+        """Produce samples until the run is over (`ActorWorker.run`)."""
+        self._loop.run_until_complete(self._worker.run(buffer, fleet, at_least, first))
+        return "finished"
+
+
+class LearnerRole:
+    """A learner rank."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        from asyncrl.learner.worker import LearnerWorker
+
+        self._host = spec.settings.host
+        self._worker = LearnerWorker(spec.config, spec.settings)
+
+    def bind(self) -> tuple[str, int, str]:
+        """Rank 0: address and port of the ranks' rendezvous, endpoint for announcements."""
+        return self._host, *self._worker.bind()
+
+    def setup(self, store_host: str, store_port: int) -> None:
+        """Join the ranks, load the model."""
+        self._worker.setup(store_host, store_port)
+
+    def run(self, buffer: str) -> str:
+        """Train to the end. After a failure nothing is closed: the launcher ends the process,
+        and closing could wait for peers that are gone before the failure is told."""
+        ended = self._worker.run(buffer)
+        self._worker.close()
+        return ended
+
+
+ROLES = {"buffer": BufferRole, "actor": ActorRole, "learner": LearnerRole}
+
+
+def serve(connection: Connection, start: Start) -> None:
+    """Be the role until the host closes the connection or ends."""
+    _own_process(start)
+    end_with(start.host_pid)
+    # An engine core that is forked from here must not keep the connection open.
+    os.register_at_fork(after_in_child=connection.close)
+    role = ROLES[start.spec.settings.role](start.spec)
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            reply = (True, getattr(role, method)(*arguments))
+        except BaseException as e:
+            logging.getLogger(__name__).exception("%s: %s failed", start.name, method)
+            known = isinstance(e, AsyncRLError)
+            reply = (False, e if known else RuntimeError(f"{type(e).__name__}: {e}"))
+        connection.send(reply)
+
+
+def _own_process(start: Start) -> None:
+    """Give this process its log, environment, folder and name."""
+    fd = os.open(start.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(start.env)
+    os.chdir(start.cwd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher speaks for Ctrl-C
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, force=True,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )  # fmt: skip
+    name_process(start.name)
+
+
+def end_with(pid: int) -> None:
+    """End this process when `pid` ends: a host that was killed leaves no role behind."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        poller.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="asyncrl-end-with-host", daemon=True).start()
+
+
+def main() -> None:
+    """A role in a fresh interpreter (argument: the connection's descriptor)."""
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
+    start = connection.recv()
+    connection.send(os.getpid())
+    serve(connection, replace(start, env=dict(os.environ)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""status.json of a run's folder: what the run is doing now, for `asyncrl status` and others.
+
+    {"schema": 1, "run_id", "run", "pid", "process_started", "host", "state", "phase", "step",
+     "steps", "version", "reward", "elapsed_s", "left_s", "updated_at",
+     "roles": [{"name", "state", "pid", "restarts", "version", "phase", "phase_s",
+                "heartbeat_age_s", "open_waits", "waits": [{"what", "on", "age_s", "deadline_s"}]}],
+     "ledger": {"counts", "gauges", "conserved", "waiting_for"}}
+
+`state` is running or ended; a value that is not known is null. Times are seconds, `updated_at`
+and `process_started` since the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import psutil
+
+from asyncrl.launch.board import Board
+from asyncrl.launch.fleet_view import RoleView
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+WAITS_OF_A_ROLE = 5
+"""The longest waits of a role that are written; `open_waits` counts them all."""
+JOIN_S = 5.0
+
+
+def snapshot(board: Board) -> dict[str, Any]:
+    """The run as the board knows it."""
+    now, stats = time.monotonic(), board.stats
+    return {
+        "phase": board.phase,
+        "step": board.step,
+        "steps": board.config.run.steps,
+        "version": board.version,
+        "reward": board.rewards[-1] if board.rewards else None,
+        "elapsed_s": round(now - board.started, 1),
+        "left_s": _rounded(board.seconds_left()),
+        "roles": [_role(view, now) for view in board.fleet.ordered()],
+        "ledger": None if stats is None else {
+            "counts": stats.counts, "gauges": stats.gauges, "conserved": stats.conserved,
+            "waiting_for": stats.waiting_for,
+        },
+    }  # fmt: skip
+
+
+def _role(view: RoleView, now: float) -> dict[str, Any]:
+    waits = view.open_waits(now)
+    return {
+        "name": view.name,
+        "state": view.state,
+        "pid": view.pid,
+        "restarts": view.restarts,
+        "version": view.version,
+        "phase": view.doing or None,
+        "phase_s": round(now - view.phase_since, 1) if view.doing else None,
+        "heartbeat_age_s": None if view.heard is None else round(now - view.heard, 1),
+        "open_waits": len(waits),
+        "waits": [
+            {"what": w.what, "on": w.on, "age_s": round(w.age_s, 2),
+             "deadline_s": _rounded(w.deadline_s)}
+            for w in waits[:WAITS_OF_A_ROLE]
+        ],
+    }  # fmt: skip
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
+
+
+class StatusFile:
+    """Writes status.json once a second, from a thread of its own, until `close`.
+
+    Args:
+        path: of the file; readers see it whole, old or new.
+        board: read, never written.
+        run: name of the run's folder.
+    """
+
+    def __init__(
+        self, path: str, board: Board, *, run_id: str, run: str, every_s: float = EVERY_S
+    ) -> None:
+        self._path, self._board, self._every_s = path, board, every_s
+        self._whoami = {
+            "schema": 1, "run_id": run_id, "run": run, "pid": os.getpid(),
+            "process_started": psutil.Process().create_time(), "host": socket.gethostname(),
+        }  # fmt: skip
+        self._failed = False
+        self._end = threading.Event()
+        self._write("running")
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._end.wait(self._every_s):
+            self._write("running")
+        self._write("ended")
+
+    def _write(self, state: str) -> None:
+        """Replace the file; a failure is logged once and tried again the next second."""
+        try:
+            content = self._whoami | {"state": state} | snapshot(self._board)
+            content["updated_at"] = time.time()
+            temporary = self._path + ".tmp"
+            with open(temporary, "w", encoding="utf-8") as f:
+                json.dump(content, f, indent=1)
+                f.write("\n")
+            os.replace(temporary, self._path)
+        except Exception:
+            if not self._failed:
+                self._failed = True
+                log.exception("%s cannot be written", self._path)
+
+    def close(self) -> None:
+        """Write it a last time; safe to call twice."""
+        self._end.set()
+        self._thread.join(JOIN_S)

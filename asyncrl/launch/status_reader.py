@@ -1,0 +1,141 @@
+"""Finding a run's status.json, and putting it into words."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.config.suggest import did_you_mean
+from asyncrl.errors import UserError
+from asyncrl.launch import words
+from asyncrl.launch.summary import ledger_line
+from asyncrl.wire import Stats
+
+LATE_S = 10.0
+"""A launcher that has not written for this long is in trouble."""
+SAME_START_S = 60.0
+"""A process's start as the system tells it moves when its clock is set."""
+
+Status = dict[str, Any]
+
+
+def find(run: str, directory: Path) -> Path:
+    """The folder of a run.
+
+    Args:
+        run: a folder, the name of one in `directory`, or "latest": the one launched last.
+        directory: that holds the runs' folders.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = {p.parent.name: p for p in directory.glob("*/config.yaml")}
+    if run == "latest" and not _is_run(Path(run)) and run not in names:
+        if not names:
+            raise UserError(f"no run in {directory}: name one, or its folder with --dir")
+        return max(names.values(), key=lambda p: p.stat().st_mtime).parent
+    for folder in (Path(run).expanduser(), directory / run):
+        if _is_run(folder):
+            return folder
+    raise UserError(
+        f"no run {run}: neither a run's folder nor a name in {directory}{did_you_mean(run, names)}"
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() or (folder / "status.json").is_file()
+
+
+def read(folder: Path) -> Status:
+    """The content of its status.json.
+
+    Raises:
+        UserError: there is none yet, or it is not one.
+    """
+    path = folder / "status.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema"] != 1:
+            raise ValueError(f"schema {content['schema']}, this asyncrl reads 1")
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has no status.json: the run has only just begun, or is older than this file"
+        ) from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is not a run's status: {type(e).__name__}: {e}") from e
+    return dict(content)
+
+
+def describe(folder: Path, s: Status) -> Iterator[str]:
+    """The status in lines, for people."""
+    yield f"run       {s['run']}   {folder}"
+    yield f"state     {_state(folder, s)}"
+    reward = "-" if s["reward"] is None else f"{s['reward']:.3f}"
+    yield (
+        f"step      {s['step']}/{s['steps']}   version {s['version']}   reward {reward}"
+        f"   {words.clock(s['elapsed_s'])} gone, {words.clock(s['left_s'])} left"
+    )
+    yield from _roles(s["roles"])
+    if s["ledger"] is not None:
+        yield ledger_line(
+            Stats(counts=s["ledger"]["counts"], gauges={}, conserved=s["ledger"]["conserved"],
+                  state="running")
+        )  # fmt: skip
+
+
+def _state(folder: Path, s: Status) -> str:
+    try:
+        ended = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["ended"]
+        return f"ended: {ended}"
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    ago = max(time.time() - s["updated_at"], 0.0)
+    told = f"last told {words.age(ago)} ago, while {s['phase']}"
+    if s["state"] == "ended":
+        return f"ended, without a summary; {told}"
+    if s["host"] == socket.gethostname() and not _alive(s["pid"], s["process_started"]):
+        return f"launcher (pid {s['pid']}) is not alive any more; {told}"
+    if ago > LATE_S:
+        return f"nothing heard of the launcher (pid {s['pid']} on {s['host']}); {told}"
+    return str(s["phase"])
+
+
+def _alive(pid: int, started: float) -> bool:
+    """Whether the process that wrote the file lives, and not another one with its number."""
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - started) < SAME_START_S
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _roles(roles: list[Status]) -> Iterator[str]:
+    rows = [("role", "state", "restarts", "version", "heard", "waits")]
+    for r in roles:
+        heard = r["heartbeat_age_s"]
+        rows.append((
+            r["name"], r["state"], str(r["restarts"]),
+            "-" if r["version"] is None else str(r["version"]),
+            "-" if heard is None else f"{words.age(heard)} ago", _waits(r),
+        ))  # fmt: skip
+    widths = [max(len(row[k]) for row in rows) for k in range(5)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield "  ".join([*cells, row[5]]).rstrip()
+
+
+def _waits(role: Status) -> str:
+    """What it is doing while it starts, else its longest wait."""
+    if role["phase"]:
+        return f"{role['phase']} {role['phase_s']:.0f} s"
+    if not role["waits"]:
+        return "-"
+    more = f" (and {role['open_waits'] - 1} more)" if role["open_waits"] > 1 else ""
+    return words.wait(**role["waits"][0]) + more

@@ -1,0 +1,67 @@
+"""Times, names and waits as the console and `asyncrl status` write them. Light to import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def clock(seconds: float | None) -> str:
+    """m:ss, or a dash.
+
+    >>> clock(65.2), clock(None)
+    ('1:05', '-')
+    """
+    if seconds is None:
+        return "-"
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def age(seconds: float) -> str:
+    """Seconds up to two minutes, then m:ss.
+
+    >>> age(0.4), age(41.2), age(130)
+    ('0.4 s', '41 s', '2:10')
+    """
+    if seconds < 9.95:
+        return f"{max(seconds, 0):.1f} s"
+    return f"{seconds:.0f} s" if seconds < 119.5 else clock(seconds)
+
+
+def share(value: float | None) -> str:
+    """A fraction as a percentage, or a dash."""
+    return "-" if value is None else f"{value * 100:.0f} %"
+
+
+def wait(what: str, on: str, age_s: float, deadline_s: float | None = None) -> str:
+    """One wait in words.
+
+    >>> wait("batch 31", "buffer-0", 41.0, 19.0)
+    '41 s for batch 31 on buffer-0, gives up in 19 s'
+    """
+    target = f"{what} on {on}" if on else what
+    left = "" if deadline_s is None else f", gives up in {max(deadline_s, 0):.0f} s"
+    return f"{age(age_s)} for {target}{left}"
+
+
+def names(roles: Sequence[str]) -> str:
+    """Roles of one kind, briefly.
+
+    >>> names(["actor-0", "actor-2", "learner-0"]), names([f"actor-{k}" for k in range(6)])
+    ('actor-0,2 learner-0', 'actor-0..5')
+    """
+    kinds: dict[str, list[int]] = {}
+    alone = []
+    for role in roles:
+        kind, dash, rank = role.rpartition("-")
+        if dash and rank.isdigit():
+            kinds.setdefault(kind, []).append(int(rank))
+        else:
+            alone.append(role)
+    return " ".join(alone + [f"{kind}-{_ranks(sorted(ranks))}" for kind, ranks in kinds.items()])
+
+
+def _ranks(ranks: list[int]) -> str:
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 2 and ranks == list(range(first, last + 1)):
+        return f"{first}..{last}"
+    return ",".join(map(str, ranks))

@@ -1,0 +1,96 @@
+"""The plan of a run, for people."""
+
+from __future__ import annotations
+
+from asyncrl.config.schema import Config
+from asyncrl.launch.placement import rows
+from asyncrl.preflight.checks import Preflight
+
+
+def describe(p: Preflight) -> str:
+    """The plan of a run, for people."""
+    c = p.config
+    n, g, s, w = (
+        c.rollout.group_size, c.groups_per_batch, c.buffer.max_staleness, c.buffer.window,
+    )  # fmt: skip
+    n_pub = c.learner.batches_per_publication
+    ahead = (s + 1) * g * n_pub - w + 1
+    capacity = c.cluster.actors * c.rollout.max_in_flight
+    eval_text = f"{p.eval_prompts} held out" if p.eval_prompts else "no evaluation"
+    used = f"uses {c.max_model_len} of {p.context}" if p.context else f"uses {c.max_model_len}"
+    rows = [
+        ("model", f"{c.model.name} ({p.model_type}), {used} tokens of context"),
+        ("", str(p.model_path)),
+        ("task", f"{c.task.kind}: {p.train_prompts} prompts an epoch, {eval_text}, "
+                 f"reward {p.reward}"),
+        ("training", f"{c.run.steps} batches of {c.learner.batch_size} samples = {g} groups of {n}"
+                     f" (G = {g}), published every {n_pub}"),
+        *_labelled("ends", _ends(p)),
+        ("staleness", f"S = {s}, W = {w}: up to {ahead} groups ({ahead * n} samples) ahead of "
+                      "training"),
+        ("in flight", f"up to {capacity} samples ({c.cluster.actors} actors x "
+                      f"{c.rollout.max_in_flight})"),
+        ("weights", p.placement.weight_backend),
+        ("files", f"{p.run_path}{_kept(c)}"),
+        *_labelled("placement", _placement(p)),
+    ]  # fmt: skip
+    if capacity > ahead * n:
+        rows.append(
+            ("note", f"actors have room for {capacity} samples and at most {ahead * n} may be "
+                     "ahead: raise buffer.max_staleness or lower rollout.max_in_flight")
+        )  # fmt: skip
+    return "\n".join(f"{label:<10} {text}" for label, text in rows)
+
+
+def _kept(c: Config) -> str:
+    return f" (samples up to {c.record.max_gib:g} GiB)" if c.record.trajectories else ""
+
+
+def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
+    return [(label if i == 0 else "", line) for i, line in enumerate(lines)]
+
+
+def _ends(p: Preflight) -> list[str]:
+    """What ends the run in order, and what ends it early because nothing is learned."""
+    run, stop = p.config.run, p.config.stop
+    ends = [f"after {run.steps} batches"]
+    if stop.wall_s is not None:
+        ends.append(f"after {stop.wall_s:g} s")
+    if stop.epochs is not None:
+        batches = p.train_prompts / p.config.groups_per_batch
+        ends.append(f"after {stop.epochs} epochs ({batches:.1f} batches each)")
+    if stop.reward is not None:
+        ends.append(
+            f"when the mean reward of {stop.reward_batches} batches reaches {stop.reward:g}"
+        )
+    broken = []
+    if stop.nonfinite_losses is not None:
+        broken.append(f"{stop.nonfinite_losses} batches in a row without a finite loss")
+    if (cap := filtered_cap(p.config)) is not None:
+        broken.append(f"{cap} groups in a row left out as all equal")
+    return [", or ".join(ends), *(["or early: " + ", or ".join(broken)] if broken else [])]
+
+
+def filtered_cap(config: Config) -> int | None:
+    """Groups left out in a row that end the run; None without the filter."""
+    if not config.buffer.filter_zero_variance:
+        return None
+    return config.buffer.max_filtered_in_a_row or max(64, 16 * config.groups_per_batch)
+
+
+def _placement(p: Preflight) -> list[str]:
+    cluster = p.config.cluster
+    table: list[tuple[str, ...]] = [("role", "node", "device", "threads")]
+    table += rows(p.config, p.placement)
+    if cluster.address is None:  # there is one node
+        table = [(role, *rest) for role, _, *rest in table]
+    widths = [max(map(len, column)) + 2 for column in zip(*table, strict=True)]
+    lines = ["".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+             for row in table]  # fmt: skip
+    if cluster.address is not None:
+        open_ = (
+            "whether these machines and GPUs exist" if cluster.placement == "explicit"
+            else f"the nodes ({cluster.placement})"
+        )  # fmt: skip
+        lines.append(f"known at the start, when {cluster.address} is asked: {open_}")
+    return lines

@@ -1,0 +1,217 @@
+"""Who takes weights now: the actors' announcements, kept by learner rank 0. No torch here.
+
+    actor-0 ──Announce, each second──► PULL ──(a thread)──► the newest of each name ──► wakes
+    actor-1 ──Announce───────────────►                                             the publisher
+
+The thread waits for announcements, released by the next one or by `close`. Nobody is ever removed
+by hand: an actor that says nothing for FRESH_S is no member, and a new pid under a name replaces
+the old one with all that was held against it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import zmq
+
+from asyncrl import wire
+from asyncrl.errors import WireError
+from asyncrl.types import Version
+
+FRESH_S = 5.0
+"""An announcement older than this (seconds) no longer counts: actors send one each second."""
+
+BACKOFF_S, BACKOFF_MAX_S = 2.0, 60.0
+"""How long (seconds) a member that failed is left alone: doubled at each failure in a row."""
+
+
+class Member(NamedTuple):
+    """An actor that takes weights; a restarted one is another member.
+
+    >>> Member("actor-1", 4711, "tcp://127.0.0.1:41873", workers=1).name
+    'actor-1'
+    """
+
+    name: str
+    pid: int
+    """Of the process that holds the engine."""
+    endpoint: str
+    """Of its weight service."""
+    workers: int
+    """Engine workers, each a rank of the transfer group."""
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What is known of a member; times are of time.monotonic."""
+
+    member: Member
+    heard: float
+    """Its last announcement."""
+    applied: Version
+    ready: bool
+    due: Version | None = None
+    """The next version it should take; None until one is published or applied."""
+    left_alone_until: float = 0.0
+    failures: int = 0
+    """In a row."""
+    gone: bool = False
+    """Its process was found dead; until it announces itself again."""
+
+
+class Members:
+    """The newest announcement of each actor. Safe to ask from any thread.
+
+    `on_change`, when set, is called by the receiving thread after each announcement.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", *, fresh_s: float = FRESH_S) -> None:
+        self._fresh_s = fresh_s
+        self._standings: dict[str, _Standing] = {}
+        self._changed = threading.Condition()
+        self.on_change: Callable[[], None] | None = None
+        self.malformed = 0
+        """Messages that were no announcement."""
+        self.skipped = 0
+        """Versions that members did not get because a newer one reached them first."""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}"
+        """Where actors announce themselves."""
+        self._thread = threading.Thread(target=self._receive, name="members", daemon=True)
+        self._thread.start()
+
+    # --- questions --------------------------------------------------------------------------
+
+    def fresh(self) -> list[Member]:
+        """All that announced themselves lately, ready or not, by name."""
+        with self._changed:
+            return [s.member for s in self._fresh()]
+
+    def behind(self, version: Version) -> list[Member]:
+        """Those to send `version` now: fresh, ready, below it, and not left alone, by name."""
+        now = time.monotonic()
+        with self._changed:
+            return [
+                s.member
+                for s in self._fresh()
+                if s.ready and s.applied < version and s.left_alone_until <= now
+            ]
+
+    def lacking(self, version: Version) -> list[str]:
+        """Names of the fresh members that have not applied `version`."""
+        with self._changed:
+            return [s.member.name for s in self._fresh() if s.applied < version]
+
+    def lag(self, version: Version) -> int | None:
+        """Versions by which the last of the fresh members is behind; None when there is none."""
+        with self._changed:
+            lags = [
+                version.version - s.applied.version
+                if s.applied.incarnation == version.incarnation
+                else version.version
+                for s in self._fresh()
+            ]
+        return max(0, *lags) if lags else None
+
+    def heartbeat_ages(self) -> dict[str, float]:
+        """Seconds since each actor's last announcement, the silent ones included."""
+        now = time.monotonic()
+        with self._changed:
+            return {name: now - s.heard for name, s in sorted(self._standings.items())}
+
+    def wait_for(self, count: int, timeout_s: float) -> bool:
+        """Wait until `count` fresh members are ready; whether they were by the deadline."""
+
+        def enough() -> bool:
+            return sum(s.ready for s in self._fresh()) >= count
+
+        with self._changed:
+            return self._changed.wait_for(enough, timeout_s)
+
+    # --- what the publisher learns -----------------------------------------------------------
+
+    def published(self, version: Version) -> None:
+        """From now on each fresh member should take `version`: one that never does, skips it."""
+        with self._changed:
+            for s in self._fresh():
+                s.due = s.due or version
+
+    def took(self, member: Member, version: Version) -> None:
+        """`member` has applied `version`; its announcement may come later."""
+        with self._changed:
+            if (s := self._standing(member)) is None:
+                return
+            self._applied(s, version)
+            s.ready, s.failures, s.left_alone_until = True, 0, 0.0
+
+    def failed(self, member: Member, *, gone: bool) -> None:
+        """`member` did not take a version: leave it alone for a while, longer each time.
+
+        A member that is `gone` counts no more until it announces itself again.
+        """
+        with self._changed:
+            if (s := self._standing(member)) is None:
+                return
+            pause = min(BACKOFF_MAX_S, BACKOFF_S * 2**s.failures)
+            s.failures = min(s.failures + 1, 30)
+            s.left_alone_until = time.monotonic() + pause
+            s.gone = gone
+
+    def close(self) -> None:
+        """Stop receiving; the questions still work."""
+        self._context.term()  # ends the thread's wait; it closes the socket
+        self._thread.join()
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._take(self._socket.recv_multipart())
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close()
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            message, _ = wire.decode(frames)
+        except WireError:
+            message = None
+        if not isinstance(message, wire.Announce) or not message.name or message.workers < 1:
+            self.malformed += 1
+            return
+        member = Member(message.name, message.pid, message.endpoint, message.workers)
+        now = time.monotonic()
+        with self._changed:
+            if (s := self._standing(member)) is None:
+                s = _Standing(member, now, message.applied, message.ready)
+                self._standings[member.name] = s
+            s.heard, s.ready, s.gone = now, message.ready, False
+            self._applied(s, message.applied)
+            self._changed.notify_all()
+        if self.on_change is not None:
+            self.on_change()
+
+    def _applied(self, s: _Standing, version: Version) -> None:
+        """Each version that a member applies comes here first, from whoever knows it first."""
+        if version <= s.applied:
+            return
+        if s.due is not None and s.due.incarnation == version.incarnation:
+            self.skipped += max(0, version.version - s.due.version)
+        s.applied, s.due = version, Version(version.incarnation, version.version + 1)
+
+    def _fresh(self) -> list[_Standing]:
+        oldest = time.monotonic() - self._fresh_s
+        return [s for _, s in sorted(self._standings.items()) if s.heard >= oldest and not s.gone]
+
+    def _standing(self, member: Member) -> _Standing | None:
+        s = self._standings.get(member.name)
+        return s if s is not None and s.member == member else None

@@ -1,0 +1,209 @@
+"""The fleet's rules, against a cluster that only takes notes."""
+
+import itertools
+import random
+
+import pytest
+
+from asyncrl.config.load import load
+from asyncrl.errors import EngineError, RoleDiedError
+from asyncrl.launch import fleet as fleet_module
+from asyncrl.launch.fleet import MAX_BACKOFF_S, Fleet
+from asyncrl.types import Version
+
+
+class FakeHost:
+    """Refuses a second call while one is under way, as a RoleHost's pipe would mix them up."""
+
+    def __init__(self, cluster, rank):
+        self.cluster, self.rank, self.alive, self.calls = cluster, rank, True, []
+        self.call = self
+
+    def remote(self, method, *arguments):
+        assert self.alive, "a call to a killed host"
+        self.calls.append((method, arguments))
+        return (self, len(self.calls))
+
+
+class FakeCluster:
+    def __init__(self):
+        self.hosts = []
+
+    def start(self, spec, log_path):
+        host = FakeHost(self, spec)
+        self.hosts.append(host)
+        return host
+
+    def kill(self, host):
+        assert host.alive, "killed twice"
+        host.alive = False
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(fleet_module, "time", clock)
+    return clock
+
+
+def make(*overrides):
+    config = load("tiny", ("cluster.actors=3", *overrides), {}).config
+    events, gone = [], []
+    fleet = Fleet(
+        config, FakeCluster(), spec_of=lambda rank: rank, log_of=lambda name: f"{name}.log",
+        tell=lambda event, **fields: events.append((event, fields)),
+        gone=lambda name, why: gone.append(name),
+    )  # fmt: skip
+    fleet.start()
+    return fleet, events, gone
+
+
+def good():
+    return None
+
+
+def fails(error):
+    def result():
+        raise error
+
+    return result
+
+
+def up(fleet, rank, version=0):
+    fleet.ended(fleet.slots[rank], good)
+    fleet.run_ready("buffer", "learner", Version(0, version))
+
+
+DIED = RoleDiedError("actor-1 died: killed")
+
+
+def test_an_actor_runs_as_soon_as_it_is_set_up(clock):
+    fleet, _, _ = make()
+    up(fleet, 1)
+    assert [s.state for s in fleet.slots] == ["starting", "running", "starting"]
+    run = ("run", ("buffer", "learner", Version(0, 0), True))
+    assert fleet.slots[1].host.calls == [("setup", ()), run]
+
+
+def test_a_restart_backs_off_and_catches_up_without_a_first_evaluation(clock):
+    fleet, events, gone = make("cluster.restart_backoff_s=2")
+    up(fleet, 1)
+    old = fleet.slots[1].host
+    fleet.ended(fleet.slots[1], fails(DIED))
+    assert not old.alive
+    assert gone == ["actor-1"]
+    assert fleet.slots[1].state == "backoff"
+    fleet.tick()
+    clock.now += 1.9
+    fleet.tick()
+    assert fleet.slots[1].host is None
+    clock.now += 0.2
+    fleet.tick()
+    assert fleet.slots[1].state == "starting"
+    up(fleet, 1, version=7)
+    assert fleet.slots[1].host.calls[-1] == ("run", ("buffer", "learner", Version(0, 7), False))
+    assert fleet.slots[1].restarts == 1
+    assert [e for e, _ in events] == ["actor_died", "actor_restarted"]
+
+
+def test_the_wait_doubles_up_to_a_limit_and_a_sample_resets_it(clock):
+    fleet, events, _ = make("cluster.max_restarts=9", "cluster.restart_backoff_s=1")
+    waits = []
+    for _ in range(9):
+        up(fleet, 1)
+        fleet.ended(fleet.slots[1], fails(DIED))
+        waits.append(fleet.slots[1].until - clock.now)
+        clock.now = fleet.slots[1].until
+        fleet.tick()
+    assert waits == [1, 2, 4, 8, 16, 32, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
+    up(fleet, 1)
+    fleet.write({"role": "actor", "rank": 1, "metrics": {"actor/samples_pushed": 3}})
+    fleet.ended(fleet.slots[1], fails(DIED))
+    assert fleet.slots[1].state == "backoff"
+    assert fleet.slots[1].until - clock.now == 1
+
+
+def test_one_that_never_produces_is_given_up_and_the_last_one_ends_the_run(clock):
+    fleet, events, _ = make("cluster.max_restarts=1")
+    for rank in range(3):
+        up(fleet, rank)
+    for rank, attempt in itertools.product(range(3), range(2)):
+        last = (rank, attempt) == (2, 1)
+        if last:
+            with pytest.raises(RoleDiedError, match="no actor is left.*max_restarts=1"):
+                fleet.ended(fleet.slots[rank], fails(DIED))
+            return
+        fleet.ended(fleet.slots[rank], fails(DIED))
+        if attempt == 0:
+            clock.now = fleet.slots[rank].until
+            fleet.tick()
+            up(fleet, rank)
+        else:
+            assert fleet.slots[rank].state == "gone"
+    raise AssertionError
+
+
+def test_a_setting_that_no_engine_starts_with_ends_the_run_at_once(clock):
+    fleet, _, _ = make()
+    with pytest.raises(EngineError, match="vLLM did not start"):
+        fleet.ended(fleet.slots[0], fails(EngineError("vLLM did not start")))
+
+
+def test_once_one_is_up_a_failing_set_up_is_tried_again(clock):
+    fleet, _, _ = make()
+    up(fleet, 1)
+    fleet.ended(fleet.slots[0], fails(EngineError("out of memory")))
+    assert fleet.slots[0].state == "backoff"
+
+
+def test_a_late_set_up_is_ended(clock):
+    fleet, _, gone = make("cluster.ready_timeout_s=50")
+    up(fleet, 0)
+    clock.now += 51
+    fleet.tick()
+    assert [s.state for s in fleet.slots] == ["running", "backoff", "backoff"]
+    assert gone == ["actor-1", "actor-2"]
+
+
+def test_at_the_end_nobody_is_restarted_and_the_silent_are_left(clock):
+    fleet, _, _ = make()
+    up(fleet, 0)
+    up(fleet, 1)
+    left = list(fleet.end(silent=lambda slot: slot.rank == 1))
+    assert [s.name for s in left] == ["actor-1"]
+    assert [s.state for s in fleet.slots] == ["running", "gone", "gone"]
+    fleet.ended(fleet.slots[0], fails(DIED))
+    assert fleet.over
+    clock.now += 1000
+    fleet.tick()
+    assert fleet.refs() == {}
+
+
+def test_random_walk_never_calls_a_dead_host(clock):
+    """The fakes refuse what must not happen; here only the states are checked."""
+    generator = random.Random(0)
+    fleet, _, _ = make("cluster.max_restarts=1000000")
+    up(fleet, 0)
+    for _ in range(2000):
+        slot = generator.choice(fleet.slots)
+        what = generator.random()
+        if slot.ref is not None and what < 0.4:
+            if slot.state == "running" and not fleet.ending:
+                fleet.ended(slot, fails(DIED))
+            else:
+                fleet.ended(slot, good if generator.random() < 0.7 else fails(DIED))
+        elif what < 0.6:
+            clock.now += generator.random() * 100
+            fleet.tick()
+        else:
+            fleet.run_ready("b", "l", Version(0, 1))
+        for s in fleet.slots:
+            assert (s.ref is not None) == (s.state in ("starting", "running"))
+            assert s.host is None or s.host.alive
+    assert sum(s.restarts for s in fleet.slots) > 100

@@ -1,0 +1,136 @@
+"""TensorBoard and wandb get what the records say: read back with their own readers."""
+
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl.config.schema import Config, LogConfig
+from asyncrl.errors import MissingExtraError
+from asyncrl.launch.tensorboard_sink import TensorBoardSink
+from asyncrl.launch.wandb_sink import WandbSink
+
+HIST = {"staleness/head": {"edges": [0.0, 1.0, 2.0], "counts": [3.0, 4.0]}}
+
+
+def record(role, rank, step, metrics, hist=None, wall_s=1.5):
+    return {"run_id": "r", "role": role, "rank": rank, "step": step, "version": step // 2,
+            "incarnation": 0, "wall_s": wall_s, "metrics": metrics, "hist": hist or {},
+            "event": None}  # fmt: skip
+
+
+RECORDS = (
+    record("learner", 0, 2, {"loss/policy": 0.5, "reward/mean": 0.25}, HIST, wall_s=1.5),
+    record("actor", 3, 2, {"actor/in_flight": 7.0}),
+    record("launcher", 0, 0, {"eval/arithmetic/score": 0.125}),
+    record("learner", 0, 3, {"loss/policy": float("nan")}, wall_s=4.0),
+    record("learner", 0, 3, {}) | {"event": {"event": "publication"}},
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return SimpleNamespace(name="r", path=str(tmp_path))
+
+
+def test_tensorboard_reads_scalars_and_histograms(folder, tmp_path):
+    if importlib.util.find_spec("tensorboard") is None:
+        pytest.skip("tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(folder)
+    for r in RECORDS:
+        sink.write(r)
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()  # while it is still open
+    assert sorted(read.Tags()["scalars"]) == [
+        "actor-3/actor/in_flight", "eval/arithmetic/score", "loss/policy", "reward/mean",
+    ]  # fmt: skip
+    (first, second) = read.Scalars("loss/policy")
+    assert (first.step, first.value, second.step) == (2, 0.5, 3)
+    assert second.value != second.value, "what is not finite stays so"
+    assert second.wall_time - first.wall_time == pytest.approx(2.5)
+    assert read.Scalars("actor-3/actor/in_flight")[0].value == 7.0
+    assert read.Tags()["histograms"] == ["staleness/head"]
+    (event,) = read.Histograms("staleness/head")
+    h = event.histogram_value
+    assert (event.step, h.min, h.max, h.num) == (2, 0.0, 2.0, 7.0)
+    assert (h.bucket_limit, h.bucket) == ([1.0, 2.0], [3.0, 4.0])
+    assert h.sum == pytest.approx(3 * 0.5 + 4 * 1.5)
+    assert h.sum_squares == pytest.approx(3 * 0.25 + 4 * 2.25)
+    sink.close()
+
+
+def test_tensorboard_sink_loads_neither_torch_nor_tensorflow(tmp_path):
+    code = (
+        "import sys; from types import SimpleNamespace\n"
+        "from asyncrl.launch.tensorboard_sink import TensorBoardSink\n"
+        f"sink = TensorBoardSink(SimpleNamespace(path={str(tmp_path)!r}))\n"
+        f"sink.write({RECORDS[0]!r}); sink.close()\n"
+        "assert not {'torch', 'tensorflow'} & sys.modules.keys()\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=root)
+
+
+@pytest.mark.parametrize(
+    ("module", "make"),
+    [
+        ("tensorboard.compat.proto.event_pb2", lambda folder: TensorBoardSink(folder)),
+        ("wandb", lambda folder: WandbSink(Config(log=LogConfig(wandb="offline")), folder)),
+    ],
+)
+def test_a_sink_that_is_not_installed_names_its_extra(module, make, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    name = module.partition(".")[0]
+    with pytest.raises(MissingExtraError, match=rf"pip install 'asyncrl\[{name}\]'"):
+        make(folder)
+
+
+def wandb_records(path):
+    """The records of an offline run's file: a log in blocks of 32 KiB (LevelDB's)."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, part = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        part += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield wandb_internal_pb2.Record.FromString(part)
+            part = b""
+
+
+def test_wandb_gets_scalars_histograms_and_three_axes(folder, tmp_path):
+    if importlib.util.find_spec("wandb") is None:
+        pytest.skip("wandb is not installed")
+    sink = WandbSink(Config(log=LogConfig(wandb="offline")), folder)
+    for r in RECORDS:
+        sink.write(r)
+    sink.close()
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    rows, axes = [], {}
+    for r in wandb_records(path):
+        if r.WhichOneof("record_type") == "history":
+            rows.append({
+                i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item
+            })  # fmt: skip
+        elif r.WhichOneof("record_type") == "metric":
+            axes[r.metric.name or r.metric.glob_name] = r.metric.step_metric
+    assert axes == {"step": "", "version": "", "wall_s": "", "*": "step"}
+    assert len(rows) == 4, "an event is no row"
+    assert all({"step", "version", "wall_s"} <= row.keys() for row in rows)
+    assert (rows[0]["step"], rows[0]["version"], rows[0]["wall_s"]) == (2, 1, 1.5)
+    assert (rows[0]["loss/policy"], rows[0]["reward/mean"]) == (0.5, 0.25)
+    assert rows[0]["staleness/head/bins"] == [0, 1, 2]
+    assert rows[0]["staleness/head/values"] == [3, 4]
+    assert rows[1]["actor-3/actor/in_flight"] == 7
+    assert rows[2]["eval/arithmetic/score"] == 0.125

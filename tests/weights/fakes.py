@@ -1,0 +1,206 @@
+"""Actors without vLLM: weight services over scripted engines, with gloo's real collectives."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+
+from asyncrl.actors.announce import Announcer
+from asyncrl.actors.weights import EngineWeights, WeightService
+from asyncrl.types import Version
+
+T = TypeVar("T")
+
+
+class FakeEngine:
+    """Records the steps; `fails` names the one that raises, `hangs` the one that never ends."""
+
+    def __init__(self, fails: str = "", hangs: str = "") -> None:
+        self.applied = Version(0, 0)
+        self.steps: list[str] = []
+        self.broken: str | None = None
+        self.infos: list[dict[str, Any]] = []
+        self.fails, self.hangs = fails, hangs
+        self.thawed = asyncio.Event()
+        self.on_step: Callable[[str], None] = lambda name: None
+
+    async def _step(self, name: str) -> None:
+        self.steps.append(name)
+        self.on_step(name)
+        if name == self.fails:
+            raise RuntimeError(f"no {name} today")
+        if name == self.hangs:
+            await self.thawed.wait()
+
+    async def join_transfer(self, info: Mapping[str, Any]) -> None:
+        self.infos.append(dict(info))
+        await self._step("join")
+
+    async def begin_update(self) -> None:
+        await self._step("begin")
+
+    async def receive_update(self, info: Mapping[str, Any]) -> None:
+        await self._step("receive")
+
+    async def commit_update(self, version: Version) -> None:
+        await self._step("commit")
+        self.applied = version
+
+    async def abandon_update(self) -> None:
+        await self._step("abandon")
+
+    def fail(self, reason: str) -> None:
+        self.broken = reason
+
+
+class GlooEngine(FakeEngine):
+    """A fake engine whose bytes come by the real gloo transfer; `weights` is what it loaded."""
+
+    def __init__(self, **script: str) -> None:
+        from asyncrl.actors.gloo_transfer import GlooInitInfo, GlooWeightTransferEngine
+
+        super().__init__(**script)
+        self._init_info = GlooInitInfo
+        self.transfer: Any = object.__new__(GlooWeightTransferEngine)
+        self.transfer.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+        self.transfer.shutdown()
+        self.weights: torch.Tensor | None = None
+
+    async def join_transfer(self, info: Mapping[str, Any]) -> None:
+        await super().join_transfer(info)
+        await asyncio.to_thread(self.transfer.init_transfer_engine, self._init_info(**info))
+
+    async def begin_update(self) -> None:
+        await super().begin_update()
+        self.transfer.start_weight_update()
+
+    async def receive_update(self, info: Mapping[str, Any]) -> None:
+        await super().receive_update(info)
+        await asyncio.to_thread(self.transfer.update_weights, dict(info))
+
+    async def commit_update(self, version: Version) -> None:
+        (_, weights), *rest = self.transfer.staged
+        assert not rest
+        await super().commit_update(version)
+        self.weights, self.transfer.staged = weights, None
+
+
+class Actor:
+    """A weight service over `engine`, announced as `name`; made and used in the fleet's loop."""
+
+    def __init__(self, engine: FakeEngine, name: str, fleet_endpoint: str, timeout_s: float):
+        self.engine, self.name = engine, name
+        self.subscriber = EngineWeights(engine, timeout_s=timeout_s, staged=True)
+        self.service = WeightService(self.subscriber)
+        self.service.start()
+        self.announcer = Announcer(
+            fleet_endpoint, self.service, name=name, workers=1, applied=lambda: engine.applied
+        )
+        self._announcing = asyncio.create_task(self.announcer.run())
+
+    async def close(self) -> None:
+        """End as a process does: nothing listens any more, its transfer connections close."""
+        self._announcing.cancel()
+        await asyncio.gather(self._announcing, return_exceptions=True)
+        self.announcer.close()
+        await self.service.close()
+        self.subscriber._unwatch()
+        if isinstance(self.engine, GlooEngine):
+            self.engine.transfer.shutdown()
+
+
+class Fleet:
+    """Actors on an event loop in a thread. Use as a context manager."""
+
+    def __init__(self, fleet_endpoint: str, timeout_s: float = 60.0) -> None:
+        self._fleet_endpoint, self._timeout_s = fleet_endpoint, timeout_s
+        self.actors: dict[str, Actor] = {}
+
+    def __enter__(self) -> Fleet:
+        self.loop = asyncio.new_event_loop()
+        self._executor = ThreadPoolExecutor(32)  # members of one group wait for each other
+        self.loop.set_default_executor(self._executor)
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for name in list(self.actors):
+            self.kill(name)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(30)
+        self._executor.shutdown()
+        self.loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    def add(self, name: str, engine: FakeEngine | None = None) -> FakeEngine:
+        async def make() -> Actor:
+            return Actor(
+                engine or GlooEngine(), name, self._fleet_endpoint, timeout_s=self._timeout_s
+            )
+
+        self.actors[name] = self.run(make())
+        return self.actors[name].engine
+
+    def kill(self, name: str) -> None:
+        self.run(self.actors.pop(name).close())
+
+    def dies_at(self, name: str, step: str) -> None:
+        """The actor's process ends when its engine is asked for `step`."""
+        actor = self.actors.pop(name)
+
+        def die(now: str) -> None:
+            if now == step:
+                actor.engine.on_step = lambda name: None
+                actor.engine.hangs = step
+                self._dying = self.loop.create_task(actor.close())
+
+        actor.engine.on_step = die
+
+    def thaw(self, name: str) -> None:
+        engine = self.actors[name].engine
+        engine.hangs = ""
+        self.loop.call_soon_threadsafe(engine.thawed.set)
+
+
+def subscriber(engine: FakeEngine, **settings: Any) -> EngineWeights:
+    return EngineWeights(engine, **({"timeout_s": 30.0, "staged": True} | settings))
+
+
+class Services:
+    """Weight services of fake engines on a loop in a thread."""
+
+    def __init__(self, engines: list[FakeEngine]) -> None:
+        self._engines = engines
+
+    def __enter__(self) -> list[str]:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+        return [s.endpoint for s in self._services]
+
+    def __exit__(self, *exception: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+    async def _start(self) -> None:
+        self._subscribers = [subscriber(e) for e in self._engines]
+        self._services = [WeightService(s) for s in self._subscribers]
+        for service in self._services:
+            service.start()
+
+    async def _stop(self) -> None:
+        for service, weights in zip(self._services, self._subscribers, strict=True):
+            await service.close()
+            await weights.close()
