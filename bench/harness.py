@@ -112,6 +112,7 @@ class Report:
         self.bench = bench
         self.load = os.getloadavg()[0]
         self.values: dict[str, Value] = {}
+        self.notes: list[str] = []
         self.rows: list[tuple[str, ...]] = []
 
     def add(
@@ -124,6 +125,10 @@ class Report:
             raise BenchError(f"{key}: {e}") from e
         return value
 
+    def note(self, line: str) -> None:
+        """A line above the table."""
+        self.notes.append(line)
+
     def row(self, *cells: object) -> None:
         """A line of the table; the first is its head."""
         self.rows.append(tuple(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells))
@@ -133,7 +138,8 @@ class Report:
         values: list[tuple[str, ...]] = [("key", "value", "unit", "better", "n", "spread")]
         for key, v in self.values.items():
             values.append((key, f"{v.value:.4g}", v.unit, v.better, str(v.n), f"{v.spread:.3g}"))
-        return "\n\n".join(aligned(rows) for rows in (self.rows, values) if rows)
+        tables = [aligned(rows) for rows in (self.rows, values) if rows]
+        return "\n\n".join((["\n".join(self.notes)] if self.notes else []) + tables)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of NAME.json."""

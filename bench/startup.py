@@ -35,7 +35,7 @@ OVERRIDES = ("run.steps=1", "eval.at_end=false", "learner.save_final=false")
 """Only what comes after the first step is left out."""
 RUN_LIMIT_S = 400.0
 HELP_LIMIT_S = 60.0
-_COMMON = ("role", "rank", "step", "version", "incarnation", "run_id", "seen_s")
+_COMMON = ("role", "rank", "step", "version", "incarnation", "run_id", "seen_s", "waits")
 
 
 def help_s(tree: Path) -> float:

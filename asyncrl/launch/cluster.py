@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import Assignment, Placement, assign, nodes_of
+from asyncrl.launch.placement import Assignment, Placement, Seat, assign, nodes_of
 from asyncrl.launch.reaper import MARK
 from asyncrl.launch.role_main import RoleSpec
 
@@ -51,7 +51,7 @@ class Cluster:
                 address="local", namespace=run_id, num_cpus=roles, num_gpus=self._gpus,
                 object_store_memory=80 << 20, _temp_dir=scratch, **common,
             )  # fmt: skip
-        self.assignment = self._assign(config, placement)
+        self._assignment = self._assign(config, placement)
 
     def _assign(self, config: Config, placement: Placement) -> Assignment:
         from ray._private.state import available_resources_per_node
@@ -64,17 +64,21 @@ class Cluster:
             self.close()
             raise
 
+    def seat(self, name: str) -> Seat:
+        """Where the role of this name, e.g. "actor-3", was assigned."""
+        role, _, rank = name.partition("-")
+        return self._assignment.place(role, int(rank))
+
     def start(self, spec: RoleSpec, log_path: str) -> Any:
         """Start a role's host where the role was assigned; its Ray handle."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from asyncrl.launch.hosts import RoleHost
 
-        s = spec.settings
-        place = self.assignment.place(s.role, s.rank)
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": place.num_gpus, "max_restarts": 0}
-        if place.node is not None:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
+        seat = self.seat(spec.settings.name)
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": seat.num_gpus, "max_restarts": 0}
+        if seat.node is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(seat.node, soft=False)
         host = self._ray.remote(RoleHost).options(**options).remote(spec, self._scratch, log_path)
         self._hosts.append(host)
         return host

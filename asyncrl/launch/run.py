@@ -96,6 +96,9 @@ class Run:
         for name in names:
             self.desk.board.fleet.update(name, state="starting")
             self.hosts[name] = self.cluster.start(self.spec_of(name), self.folder.log_of(name))
+        for name in [*names, *(f"actor-{r}" for r in range(c.cluster.actors))]:
+            seat = self.cluster.seat(name)
+            self.desk.event("placed", name=name, node=seat.node, on=seat.label, gpus=seat.gpus)
         self.fleet = Fleet(
             c, self.cluster, spec_of=lambda rank: self.spec_of(f"actor-{rank}"),
             log_of=self.folder.log_of, tell=self.desk.event, gone=self.actor_gone,
@@ -124,15 +127,15 @@ class Run:
         role, _, rank = name.partition("-")
         actor = role == "actor"
         assert self.cluster is not None
-        place = self.cluster.assignment.place(role, int(rank))
+        seat = self.cluster.seat(name)
         worlds = {"actor": cluster.actors, "learner": cluster.learners}
         settings = RoleSettings(
             role=role, rank=int(rank), world=worlds.get(role, 1),  # type: ignore[arg-type]
             model_path=self.model_path, device="cpu" if role == "buffer" else p.device,
-            threads=1 if role == "buffer" else place.threads,
+            threads=1 if role == "buffer" else seat.threads,
             weight_backend=p.weight_backend, run_id=self.desk.run_id,
             hub_endpoint=self.desk.hub.endpoint, run_dir=self.folder.path,
-            visible_gpus=place.visible_gpus, fork_engine=actor and p.device == "cpu",
+            visible_gpus=seat.visible_gpus, fork_engine=actor and p.device == "cpu",
         )  # fmt: skip
         return RoleSpec(self.config, settings)
 

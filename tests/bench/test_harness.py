@@ -205,7 +205,7 @@ def test_times_of_each_side_per_batch():
     from async_vs_sync import Plan, per_batch
     from runs import RunResult
 
-    plan = Plan(staleness=(0, 2), steps=10, skip=4, repeats=1)
+    plan = Plan(staleness=(0, 2), steps=10, skip=4, repeats=1, rewards=True)
     result = RunResult(Path(), records(4.0, 10), [], {}, 40.0)
     rate, t_gen, t_train = per_batch(result, plan, batch_size=8)
     assert (rate, t_gen, t_train) == pytest.approx((0.25, 1.0, 2.0))
@@ -217,7 +217,7 @@ def test_an_actor_that_says_nothing_is_an_error():
     from runs import RunResult
 
     silent = [r for r in records(4.0, 10) if r["role"] == "learner"]
-    plan = Plan(staleness=(0, 2), steps=10, skip=4, repeats=1)
+    plan = Plan(staleness=(0, 2), steps=10, skip=4, repeats=1, rewards=True)
     with pytest.raises(BenchError, match="told of 0 samples"):
         per_batch(RunResult(Path(), silent, [], {}, 40.0), plan, batch_size=8)
 
@@ -230,18 +230,23 @@ def measured(rate: float):
 
 
 def test_speed_up_is_over_turns_and_over_both_cores():
-    from async_vs_sync import COLOCATED, QUICK, summarise
+    from async_vs_sync import COLOCATED, FULL, QUICK, summarise
     from harness import Report
 
     report = Report("async_vs_sync")
     rates = {"S=0": 0.3, "S=2": 0.42, COLOCATED: 0.4}
-    summarise(report, {s: [measured(r)] for s, r in rates.items()}, QUICK)
+    runs = {s: [measured(r)] for s, r in rates.items()}
+    summarise(report, runs, FULL)
     values = {key: v.value for key, v in report.values.items()}
     assert values == pytest.approx({
         "speedup_s2": 1.4, "of_ideal_s2": 1.4 / 1.5, "speedup_vs_colocated": 1.05,
         "reward_at_equal_time": 0.42 - 0.3,
     }, rel=1e-4)  # fmt: skip
     assert report.values["speedup_s2"].params["ideal"] == 1.5
+    assert "t_gen 1.00 s, t_train 2.00 s a batch, ratio 0.50" in report.table()
+    quick = Report("async_vs_sync")
+    summarise(quick, runs, QUICK)
+    assert set(quick.values) == set(values) - {"reward_at_equal_time"}
 
 
 def side(rewards, step_s: float):
@@ -338,3 +343,18 @@ def test_trl_is_given_what_the_configuration_says(tmp_path):
     rows = rows_of(config)
     assert len(rows) == config.run.steps * config.groups_per_batch
     assert set(rows[0]) == {"prompt", "answer"}
+
+
+def test_breakdown_of_a_start_ends_with_the_first_step():
+    from runs import RunResult
+    from startup import breakdown
+
+    common = {"role": "launcher", "rank": 0, "step": 0, "version": 0, "run_id": "r", "seen_s": 9.0}
+    events = [
+        common | {"event": "startup", "phase": "ray", "seconds": 2.5, "wall_s": 3.0},
+        common | {"event": "publication", "wall_s": 5.0},
+    ]
+    result = RunResult(Path(), records(4.0, 1), events, {}, 40.0)
+    assert breakdown(result) == [
+        {"event": "startup", "phase": "ray", "seconds": 2.5, "wall_s": 3.0}
+    ]
