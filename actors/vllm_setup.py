@@ -9,7 +9,7 @@ from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import CPU_KV_CACHE_GIB, Config
 from asyncrl.errors import EngineError
 from asyncrl.protocols import GenerationRequest
 from asyncrl.roles import name_process
@@ -90,7 +90,7 @@ def engine_arguments(
     from vllm.config import WeightTransferConfig
 
     engine = config.engine
-    kv_cache_gib = engine.kv_cache_gib or (1.0 if device == "cpu" else None)
+    kv_cache_gib = engine.kv_cache_gib or (CPU_KV_CACHE_GIB if device == "cpu" else None)
     arguments: dict[str, Any] = {
         "model": model_path,
         "trust_remote_code": config.model.trust_remote_code,

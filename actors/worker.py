@@ -11,7 +11,6 @@ An actor is announced only when version 0 is evaluated: no publication then repl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 
@@ -68,7 +67,7 @@ class ActorWorker:
         self.engine = await VllmEngine.start(
             self.config, s.model_path, device=s.device, threads=s.threads,
             seed=self.config.run.seed + s.rank, weight_backend=s.weight_backend,
-            fork=s.fork_engine,
+            fork=s.forked,
         )  # fmt: skip
         self.hub = HubClient(s.hub_endpoint, "actor", s.rank)
         self._startup("engine", began)
@@ -87,7 +86,6 @@ class ActorWorker:
             self.engine, timeout_s=self.config.weights.timeout_s,
             staged=s.weight_backend == "gloo", on_applied=self._on_applied,
         )  # fmt: skip
-        self.subscriber = subscriber
         self.weights = WeightService(TimedSubscriber(subscriber, self.shares), host=s.host)
         self._startup("reward", began)
 
@@ -256,9 +254,11 @@ class ActorWorker:
                 await asyncio.gather(self._announcing, return_exceptions=True)
             self.announcer.close()
         for part in (self.weights.close, self.reward.close, self.engine.shutdown):
-            with contextlib.suppress(Exception):
+            try:
                 async with asyncio.timeout(20):
                     await part()
+            except Exception:
+                log.exception("%s: %s failed", self.settings.name, part.__qualname__)
         self.ids.close()
         if self.loop is not None:
             self.client.close()

@@ -1,4 +1,4 @@
-"""Where a process's time goes. Records travel through asyncrl.hub; its names are here too."""
+"""Where a process's time goes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-
-from asyncrl.hub import Hub as Hub
-from asyncrl.hub import HubClient as HubClient
-from asyncrl.sinks import JsonlSink as JsonlSink
 
 STATES = (
     "sync", "train", "generate", "reward", "put_wait", "get_wait", "eval", "checkpoint", "idle",

@@ -5,7 +5,7 @@ Reward            the function that scores a response     actors/rewards/functio
 Scorer            what the actor asks for a reward        actors/rewards/worker.py
 WeightSubscriber  how an engine takes new weights         actors/weights.py
 WeightPublisher   how the learner sends them              learner/publish.py
-MetricSink        where records go                        asyncrl/metrics.py
+MetricSink        where records go                        asyncrl/sinks.py
 """
 
 from __future__ import annotations

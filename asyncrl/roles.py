@@ -36,8 +36,8 @@ class RoleSettings:
     """Address that its sockets bind."""
     visible_gpus: str | None = None
     """Ids of the GPUs it may see; None leaves them to Ray."""
-    fork_engine: bool = False
-    """Whether its engine's core may be forked from it: a fork server's process has no threads."""
+    forked: bool = False
+    """Whether it is forked from the machine's fork server, and its engine's core from it."""
     inline_reward: bool = False
     """Whether the reward runs in the actor's own process, where a debugger can stop in it."""
 

@@ -79,8 +79,9 @@ class RunResult:
 
 
 def steps_of(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records of learner rank 0 that tell of a trained batch."""
-    return [r for r in metrics if r["role"] == "learner" and r["rank"] == 0 and r["step"] > 0]
+    """Records of learner rank 0 that belong to a batch; others tell of the time between two."""
+    first = (r for r in metrics if r["role"] == "learner" and r["rank"] == 0)
+    return [r for r in first if "loss/tokens" in r["metrics"]]
 
 
 class LaunchedRun:

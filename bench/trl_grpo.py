@@ -23,8 +23,6 @@ from asyncrl.types import Prompt
 VARIANTS: dict[str, dict[str, Any]] = {
     "autocast": {"model": "float32", "bf16": True},
     "autocast-16": {"model": "float32", "bf16": True, "gradient_accumulation_steps": 4},
-    "autocast-medium": {"model": "float32", "bf16": True, "matmul": "medium"},
-    "medium": {"model": "float32", "bf16": False, "matmul": "medium"},
     "compiled": {"model": "float32", "bf16": True, "torch_compile": True},
     "bf16": {"model": "bfloat16", "bf16": True},
     "fp32": {"model": "float32", "bf16": False},
@@ -46,8 +44,7 @@ def rows_of(config: Config) -> list[dict[str, Any]]:
 def arguments_of(config: Config, variant: str, out: Path) -> dict[str, Any]:
     """GRPOConfig's arguments: the same optimizer, schedule, lengths and batch."""
     optim, chosen = config.learner.optim, dict(VARIANTS[variant])
-    for ours in ("model", "matmul"):
-        chosen.pop(ours, None)
+    chosen.pop("model")
     accumulate = chosen.pop("gradient_accumulation_steps", 1)
     return chosen | {
         "output_dir": str(out.with_suffix(".trl")),
@@ -82,12 +79,10 @@ def arguments_of(config: Config, variant: str, out: Path) -> dict[str, Any]:
 
 def train(config: Config, variant: str, out: Path) -> None:
     """Train and report each step."""
-    import torch
     from datasets import Dataset  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
-    torch.set_float32_matmul_precision(VARIANTS[variant].get("matmul", "highest"))
     folder = str(models.resolve(config.model.name))
     score = resolve_reward(reward_spec(config.task))
     rewards: list[float] = []

@@ -272,10 +272,7 @@ class Answers:
         self.check_conservation()
         if self._ledger.committed > before:
             now = self._clock()
-            metrics = self._ledger.metrics(now)
-            if ages := self._clients.ages(now):
-                metrics["actor/heartbeat_age_s"] = max(ages.values())
-            self._recorder.committed(metrics)
+            self._recorder.committed(self._ledger.metrics(now) | self._clients.metrics(now))
         return _ok(message)
 
     # --- facts -----------------------------------------------------------------------------------
@@ -286,16 +283,13 @@ class Answers:
 
     def _stats(self, message: wire.StatsRequest) -> Reply:
         now = self._clock()
-        ages = self._clients.ages(now)
-        gauges = self._ledger.gauges(now) | self._recorder.gauges()
-        gauges |= {f"heartbeat_age_s/{actor}": age for actor, age in ages.items()}
-        if ages:
-            gauges["actor/heartbeat_age_s"] = max(ages.values())
+        ages = {f"heartbeat_age_s/{a}": age for a, age in self._clients.ages(now).items()}
+        gauges = self._ledger.gauges(now) | self._recorder.gauges() | self._clients.metrics(now)
         return wire.encode(
             wire.Stats(
                 req=message.req,
                 counts=self._ledger.counts() | {"malformed": self.malformed},
-                gauges=gauges,
+                gauges=gauges | ages,
                 conserved=self._ledger.conserved(),
                 state=self.state,
                 final=self._final,

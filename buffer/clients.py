@@ -141,6 +141,11 @@ class Clients:
         """Seconds since each actor's last message."""
         return {actor: max(0.0, now - at) for actor, at in sorted(self._heard.items())}
 
+    def metrics(self, now: float) -> dict[str, float]:
+        """`actor/heartbeat_age_s` of the actor that has been silent longest, if there is one."""
+        ages = self.ages(now)
+        return {"actor/heartbeat_age_s": max(ages.values())} if ages else {}
+
 
 def replaced(actor: str) -> LedgerError:
     """The refusal for a process that no longer is `actor`."""

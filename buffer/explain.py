@@ -67,7 +67,7 @@ def waiting_for(b: Books, batch: int, now: float) -> str:
     if batch > b.next_batch:
         return f"batch {batch}: batch {b.next_batch} comes first and nobody asked for it yet"
     first, missing = _next_batch(b)
-    leased, holders = _holders(b, first, now)
+    leased, holders = _holders(first, now)
     if not missing:
         return f"batch {batch} is complete"
     text = f"{missing} samples of batch {batch}"
@@ -177,7 +177,7 @@ def _short(version: Version) -> str:
     return str(version.version) if version.incarnation == 0 else str(version)
 
 
-def _holders(b: Books, groups: list[Group], now: float) -> tuple[int, str]:
+def _holders(groups: list[Group], now: float) -> tuple[int, str]:
     """How many wanted samples of these groups are leased, and by whom, oldest lease first."""
     leased = 0
     holders: list[LeaseRecord] = []

@@ -30,7 +30,7 @@ from asyncrl.buffer import batches, explain, intake, leasing
 from asyncrl.buffer.books import Books
 from asyncrl.buffer.dispatch import BatchAssignment, Phase, State
 from asyncrl.buffer.intake import Status
-from asyncrl.buffer.rules import FailedMember, Rules
+from asyncrl.buffer.rules import FailedMember, Rules, filtered_cap
 from asyncrl.errors import LedgerError
 from asyncrl.recording import Retired
 from asyncrl.types import (
@@ -50,7 +50,7 @@ class Ledger:
 
     Every `now` is in seconds of one clock of the caller's, and must not go back. `prompts` may
     end; each group id in it is new. The other settings are those of `Rules`;
-    `max_filtered_in_a_row` is by default 16 batches of groups, at least 64.
+    `max_filtered_in_a_row` has the default of `rules.filtered_cap`.
 
     Raises:
         ConfigError: a setting out of range, or one that would stop the run.
@@ -84,11 +84,7 @@ class Ledger:
             max_attempts=max_attempts,
             failed_member=failed_member,
             filter_zero_variance=filter_zero_variance,
-            max_filtered_in_a_row=(
-                max(64, 16 * groups_per_batch)
-                if max_filtered_in_a_row is None
-                else max_filtered_in_a_row
-            ),
+            max_filtered_in_a_row=filtered_cap(max_filtered_in_a_row, groups_per_batch),
             prompts_end=prompts_end,
         )
         self._books = Books(rules, iter(prompts))

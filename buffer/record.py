@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Emit(Protocol):
-    """Where the buffer's records go, e.g. `asyncrl.metrics.HubClient.emit`."""
+    """Where the buffer's records go, e.g. `asyncrl.hub.HubClient.emit`."""
 
     def __call__(
         self,

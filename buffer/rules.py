@@ -11,6 +11,11 @@ from asyncrl.errors import ConfigError
 FailedMember = Literal["shrink", "drop"]
 
 
+def filtered_cap(setting: int | None, groups_per_batch: int) -> int:
+    """`buffer.max_filtered_in_a_row`, its default filled in: 16 batches of groups, at least 64."""
+    return max(64, 16 * groups_per_batch) if setting is None else setting
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The settings, checked.

@@ -120,12 +120,6 @@ class Members:
             ]
         return max(0, *lags) if lags else None
 
-    def heartbeat_ages(self) -> dict[str, float]:
-        """Seconds since each actor's last announcement, the silent ones included."""
-        now = time.monotonic()
-        with self._changed:
-            return {name: now - s.heard for name, s in sorted(self._standings.items())}
-
     def wait_for(self, count: int, timeout_s: float) -> bool:
         """Wait until `count` fresh members are ready; whether they were by the deadline."""
 

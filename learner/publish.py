@@ -203,6 +203,7 @@ class BroadcastPublisher:
         try:
             with self._state:
                 self._wait_until_idle()
+                self._closing = True  # before anybody who is behind gets a last delivery
         except WeightSyncError:
             if not said:
                 raise

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.metrics import STATES, Hub, IdleMeter, TimeShares
+from asyncrl.hub import Hub
+from asyncrl.metrics import STATES, IdleMeter, TimeShares
 from asyncrl.pulse import ProcessMeter, Pulse
 from asyncrl.types import Version
 from asyncrl.waits import Waits

@@ -12,6 +12,9 @@ Seconds = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["bfloat16", "float32"]
 
+CPU_KV_CACHE_GIB = 1.0
+"""What an engine on CPU takes when `engine.kv_cache_gib` is null."""
+
 
 class Section(BaseModel):
     """A strict section: unknown keys and implicit conversions are errors."""

@@ -41,8 +41,6 @@ class Board:
     phase: str = "starting"
     stats: Stats | None = None
     fleet: FleetView = field(default_factory=FleetView)
-    heard: dict[tuple[str, int], float] = field(default_factory=dict)
-    """When the last record of each role and rank came."""
     learner: dict[str, float] = field(default_factory=dict)
     actors: dict[int, dict[str, float]] = field(default_factory=dict)
     step: int = 0
@@ -72,9 +70,7 @@ class Board:
             self.version = record["version"]
         if self.first_step_s is None:
             self.startup.write(record, time.monotonic() - self.started)
-        now = time.monotonic()
-        self.heard[(record["role"], record["rank"])] = now
-        self.fleet.heard(record, now)
+        self.fleet.heard(record, time.monotonic())
         if record["metrics"]:
             self._metrics(record)
 

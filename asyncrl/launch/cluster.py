@@ -25,7 +25,6 @@ class Cluster:
         import ray
 
         self._ray = ray
-        self._gpus = placement.gpus(config.cluster.actors, config.cluster.learners)
         self._hosts: list[Any] = []
         self._scratch = scratch
         common: dict[str, Any] = {
@@ -47,8 +46,9 @@ class Cluster:
         else:
             # A folder of its own, so that two runs never meet.
             roles = config.cluster.actors + config.cluster.learners + 1
+            gpus = placement.gpus(config.cluster.actors, config.cluster.learners)
             ray.init(
-                address="local", namespace=run_id, num_cpus=roles, num_gpus=self._gpus,
+                address="local", namespace=run_id, num_cpus=roles, num_gpus=gpus,
                 object_store_memory=80 << 20, _temp_dir=scratch, **common,
             )  # fmt: skip
         self._assignment = self._assign(config, placement)

@@ -86,7 +86,7 @@ class DebugRun:
             for rank, actor in enumerate(actors):
                 go = (endpoint, fleet, Version(0, 0), True)
                 threads.append(self._thread(f"actor-{rank}", actor.run, *go))
-            self.desk.phase("training")
+            self.desk.training()
             self.reason = learner.run(endpoint)
             self.ended = "stopped" if self.reason else "finished"
         except KeyboardInterrupt:

@@ -105,6 +105,12 @@ class Desk:
                 self.view.say(text)
         self.view.refresh()
 
+    def training(self) -> None:
+        """All learner ranks are set up: time shares and the time left count from here."""
+        self.board.training_began = time.monotonic()
+        self.phase("training")
+        self.event("training", learners=self.config.cluster.learners)
+
     def startup(self, phase: str, began: float) -> None:
         """An event for the breakdown of the start."""
         self.event("startup", phase=phase, seconds=round(time.monotonic() - began, 2))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncRLError, RoleDiedError
+from asyncrl.errors import AsyncRLError, RoleDiedError, UserError
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.fleet_view import RoleState
 from asyncrl.launch.role_main import RoleSpec
@@ -130,7 +130,8 @@ class Fleet:
             result: its result, or it raises what the actor failed with.
 
         Raises:
-            AsyncRLError: no actor was ever set up and this one cannot be: a setting is wrong.
+            AsyncRLError: no actor was ever set up, and this one cannot be: for a mistake of the
+                user's, or for the second time.
             RoleDiedError: no actor is left.
         """
         slot.ref = None
@@ -151,7 +152,9 @@ class Fleet:
         slot.host = slot.ref = None
         slot.why = str(error).splitlines()[0]
         self._gone(slot.name, slot.why)
-        if hopeless and not isinstance(error, RoleDiedError):
+        # An engine that does not start may have been killed; twice in a row it is a setting.
+        mistake = isinstance(error, UserError) or slot.failures > 0
+        if hopeless and mistake and not isinstance(error, RoleDiedError):
             raise error
         slot.failures = 1 if slot.produced else slot.failures + 1
         limit = self._config.cluster.max_restarts

@@ -18,6 +18,7 @@ import contextlib
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -168,23 +169,31 @@ def _import_all(modules: Sequence[str]) -> None:
 
 
 def _serve(listener: socket.socket) -> None:
-    listener.settimeout(POLL_S)
-    children: set[int] = set()
+    """Fork for each connection; wake for the death of a role, to say how it ended."""
+    awake, wake = socket.socketpair()
+    awake.setblocking(False)
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    poller = select.poll()
+    poller.register(listener, select.POLLIN)
+    poller.register(awake, select.POLLIN)
+    children: dict[int, Start] = {}
     used = time.monotonic()
     while children or time.monotonic() - used < IDLE_S:
-        try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            _reap(children)
+        ready = {fd for fd, _ in poller.poll(POLL_S * 1000)}
+        with contextlib.suppress(BlockingIOError):
+            awake.recv(4096)
+        _reap(children)
+        if listener.fileno() not in ready:
             continue
         used = time.monotonic()
-        sock.setblocking(True)
-        connection = Connection(sock.detach())
+        connection = Connection(listener.accept()[0].detach())
         with contextlib.suppress(EOFError, OSError):
             if connection.poll(POLL_S):
-                children.add(_fork(listener, connection, connection.recv()))
+                start = connection.recv()
+                children[_fork(listener, connection, start)] = start
         connection.close()
-        _reap(children)
 
 
 def _fork(listener: socket.socket, connection: Connection, start: Start) -> int:
@@ -194,6 +203,8 @@ def _fork(listener: socket.socket, connection: Connection, start: Start) -> int:
     code = 1
     try:
         listener.close()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         from asyncrl.launch.role_main import serve
 
         connection.send(os.getpid())
@@ -208,12 +219,17 @@ def _fork(listener: socket.socket, connection: Connection, start: Start) -> int:
         os._exit(code)
 
 
-def _reap(children: set[int]) -> None:
+def _reap(children: dict[int, Start]) -> None:
+    """Forget who has ended; a signal's victim cannot say so itself."""
     for pid in list(children):
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(pid, os.WNOHANG)[0] == 0:
-                continue
-        children.discard(pid)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            continue
+        start = children.pop(pid)
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            with contextlib.suppress(OSError), open(start.log_path, "a", encoding="utf-8") as log:
+                log.write(f"{start.name}: process {pid} was killed by {name}\n")
 
 
 def main() -> None:
@@ -227,6 +243,7 @@ def main() -> None:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
+            os.rmdir(os.path.dirname(path))  # on another machine than the launcher's
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What runs in Ray's worker processes: a thin host for each role, light to start.
 
-Ray places it, watches it and ends it; the role itself is a process of its own, forked from the
-machine's fork server (`forkserver`), which lives no longer than its host.
+Ray places it, watches it and ends it; the role itself is a process of its own, which lives no
+longer than its host: forked from the machine's fork server, or a fresh interpreter (`forkserver`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ class RoleHost:
             spec = replace(spec, settings=replace(spec.settings, host=address))
         os.makedirs(scratch, mode=0o700, exist_ok=True)  # not there yet on another machine
         self._name = spec.settings.name
-        self._log_path = log_path
         start = Start(
             name=self._name, env=role_env(spec, scratch),
             cwd=os.getcwd(), log_path=log_path, host_pid=os.getpid(), spec=spec,
         )  # fmt: skip
-        self._connection, self.role_pid = start_role(
-            scratch, start, fork=spec.settings.device == "cpu"
-        )
+        self._connection, self.role_pid = start_role(scratch, start, fork=spec.settings.forked)
 
     def pid(self) -> int:
         """Of the role's process."""

@@ -125,7 +125,6 @@ class Run:
         """What the role of this name is made from."""
         p, cluster = self.placement, self.config.cluster
         role, _, rank = name.partition("-")
-        actor = role == "actor"
         assert self.cluster is not None
         seat = self.cluster.seat(name)
         worlds = {"actor": cluster.actors, "learner": cluster.learners}
@@ -135,7 +134,7 @@ class Run:
             threads=1 if role == "buffer" else seat.threads,
             weight_backend=p.weight_backend, run_id=self.desk.run_id,
             hub_endpoint=self.desk.hub.endpoint, run_dir=self.folder.path,
-            visible_gpus=seat.visible_gpus, fork_engine=actor and p.device == "cpu",
+            visible_gpus=seat.visible_gpus, forked=p.device == "cpu",
         )  # fmt: skip
         return RoleSpec(self.config, settings)
 
@@ -227,9 +226,7 @@ class Run:
 
     def train(self) -> None:
         """All learner ranks are set up."""
-        self.desk.phase("training")
-        self.desk.board.training_began = time.monotonic()
-        self.desk.event("training", learners=self.config.cluster.learners)
+        self.desk.training()
         for name, host in self.hosts.items():
             if name != "buffer-0":
                 self.calls[host.call.remote("run", self.buffer)] = name
@@ -261,18 +258,19 @@ class Run:
 
     def silent(self, slot: Slot) -> bool:
         """Whether an actor has sent no record for SILENT_S."""
-        heard = self.desk.board.heard.get(("actor", slot.rank), 0.0)
-        return time.monotonic() - heard > SILENT_S
+        view = self.desk.board.fleet.roles.get(slot.name)
+        return view is None or view.heard is None or time.monotonic() - view.heard > SILENT_S
 
     def look_at_clock(self) -> None:
         """stop.wall_s: ask for the end once the time is up."""
         limit = self.config.stop.wall_s
         if limit is None or self.reason or time.monotonic() - self.desk.board.started < limit:
             return
-        self.reason = f"stop.wall_s={limit:g} reached"
         if self.client is not None:
-            with suppress(DeadlineError):
-                self.client.stop(self.reason, evaluate=True)
+            reason = f"stop.wall_s={limit:g} reached"
+            with suppress(DeadlineError):  # the next look asks again
+                self.client.stop(reason, evaluate=True)
+                self.reason = reason
 
     def drained(self) -> bool:
         """Ask for the end once; True when the rest must be killed."""

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import CPU_KV_CACHE_GIB, Config
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 THREADS_PER_CORE = 4
 """More threads than this a core in one role spend their time waiting for each other."""
-DEFAULT_KV_CACHE_GIB = 1.0
-"""What an engine on CPU takes when `engine.kv_cache_gib` is null."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -36,7 +34,7 @@ def check_machine(config: Config, placement: Placement) -> None:
                 f"{key}={threads} is more than {THREADS_PER_CORE} times this machine's {cores} "
                 f"cores: lower it to {cores} or less, or remove it"
             )
-    actors, each = config.cluster.actors, config.engine.kv_cache_gib or DEFAULT_KV_CACHE_GIB
+    actors, each = config.cluster.actors, config.engine.kv_cache_gib or CPU_KV_CACHE_GIB
     have = memory_gib()
     if actors * each > have:
         raise ConfigError(

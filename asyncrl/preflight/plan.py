@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.buffer.rules import filtered_cap
 from asyncrl.config.schema import Config
 from asyncrl.launch.placement import rows
 from asyncrl.preflight.checks import Preflight
@@ -18,7 +19,7 @@ def describe(p: Preflight) -> str:
     capacity = c.cluster.actors * c.rollout.max_in_flight
     eval_text = f"{p.eval_prompts} held out" if p.eval_prompts else "no evaluation"
     used = f"uses {c.max_model_len} of {p.context}" if p.context else f"uses {c.max_model_len}"
-    rows = [
+    plan = [
         ("model", f"{c.model.name} ({p.model_type}), {used} tokens of context"),
         ("", str(p.model_path)),
         ("task", f"{c.task.kind}: {p.train_prompts} prompts an epoch, {eval_text}, "
@@ -35,11 +36,11 @@ def describe(p: Preflight) -> str:
         *_labelled("placement", _placement(p)),
     ]  # fmt: skip
     if capacity > ahead * n:
-        rows.append(
+        plan.append(
             ("note", f"actors have room for {capacity} samples and at most {ahead * n} may be "
                      "ahead: raise buffer.max_staleness or lower rollout.max_in_flight")
         )  # fmt: skip
-    return "\n".join(f"{label:<10} {text}" for label, text in rows)
+    return "\n".join(f"{label:<10} {text}" for label, text in plan)
 
 
 def _kept(c: Config) -> str:
@@ -66,16 +67,11 @@ def _ends(p: Preflight) -> list[str]:
     broken = []
     if stop.nonfinite_losses is not None:
         broken.append(f"{stop.nonfinite_losses} batches in a row without a finite loss")
-    if (cap := filtered_cap(p.config)) is not None:
+    buffer = p.config.buffer
+    if buffer.filter_zero_variance:
+        cap = filtered_cap(buffer.max_filtered_in_a_row, p.config.groups_per_batch)
         broken.append(f"{cap} groups in a row left out as all equal")
     return [", or ".join(ends), *(["or early: " + ", or ".join(broken)] if broken else [])]
-
-
-def filtered_cap(config: Config) -> int | None:
-    """Groups left out in a row that end the run; None without the filter."""
-    if not config.buffer.filter_zero_variance:
-        return None
-    return config.buffer.max_filtered_in_a_row or max(64, 16 * config.groups_per_batch)
 
 
 def _placement(p: Preflight) -> list[str]:

@@ -183,21 +183,18 @@ def records(seconds_a_step: float, steps: int) -> list[dict]:
     """A run in which generation takes 1 s and training 2 s of each step of 8 samples."""
     out = []
     for k in range(1, steps + 1):
-        at = k * seconds_a_step
-        common = {"rank": 0, "step": k, "version": k, "wall_s": at}
-        out.append(
-            common
-            | {
-                "role": "actor",
-                "metrics": {
-                    "time/generate_s": 0.75 * k,
-                    "time/reward_s": 0.25 * k,
-                    "actor/samples_pushed": 8 * k,
-                },
-            }
-        )
-        out.append(common | {"role": "learner", "metrics": {
-            "time/train_s": 2.0 * k, "reward/mean": k / steps}})  # fmt: skip
+        made = {
+            "time/generate_s": 0.75 * k, "time/reward_s": 0.25 * k, "actor/samples_pushed": 8 * k,
+        }  # fmt: skip
+        batch = {"time/train_s": 2.0 * k, "reward/mean": k / steps, "loss/tokens": 64.0}
+        between = {"time/train_s": 2.0 * k, "time/idle_s": 1.0}
+        for role, metrics in (("actor", made), ("learner", batch), ("learner", between)):
+            out.append(
+                {
+                    "role": role, "rank": 0, "step": k, "version": k, "metrics": metrics,
+                    "wall_s": k * seconds_a_step + (metrics is between),
+                }
+            )  # fmt: skip
     return out
 
 

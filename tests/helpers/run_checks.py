@@ -87,6 +87,6 @@ def check_recording(run, summary):
     heads = defaultdict(list)
     for r in recorded:
         if r.outcome == "trained":
-            heads[r.batch].append(r.V - r.version_min.version)
+            heads[r.batch].append(r.head_staleness)
     told = {r["step"]: r["metrics"]["staleness/head/mean"] for r in batches(run)}
     assert {k: statistics.mean(v) for k, v in heads.items()} == pytest.approx(told)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from asyncrl.config.load import load
-from asyncrl.errors import EngineError, RoleDiedError
+from asyncrl.errors import EngineError, RoleDiedError, UserError
 from asyncrl.launch import fleet as fleet_module
 from asyncrl.launch.fleet import MAX_BACKOFF_S, Fleet
 from asyncrl.types import Version
@@ -151,6 +151,12 @@ def test_one_that_never_produces_is_given_up_and_the_last_one_ends_the_run(clock
 
 def test_a_setting_that_no_engine_starts_with_ends_the_run_at_once(clock):
     fleet, _, _ = make()
+    with pytest.raises(UserError, match="no module"):
+        fleet.ended(fleet.slots[0], fails(UserError("task.reward=x:y: no module")))
+    fleet, _, _ = make()
+    fleet.ended(fleet.slots[0], fails(EngineError("its core was killed, perhaps")))
+    clock.now = fleet.slots[0].until
+    fleet.tick()
     with pytest.raises(EngineError, match="vLLM did not start"):
         fleet.ended(fleet.slots[0], fails(EngineError("vLLM did not start")))
 

@@ -30,27 +30,30 @@ def hub():
 
 
 @pytest.fixture
-def scratch(tmp_path):
+def scratch(tmp_path, monkeypatch):
+    monkeypatch.setenv("ASYNCRL_TEST", str(tmp_path))  # all that is started here inherits it
     folder = tmp_path / "s"
     yield str(folder)
     for process in psutil.process_iter(["cmdline", "environ"]):
-        if (process.info["environ"] or {}).get("ASYNCRL_TEST") == str(tmp_path):
+        mine = (process.info["environ"] or {}).get("ASYNCRL_TEST") == str(tmp_path)
+        if mine and process.pid != os.getpid():
             process.kill()
+    while forkserver._started:
+        forkserver._started.pop().wait(END_S)
 
 
 @pytest.fixture
 def host(scratch, hub, tmp_path):
     """Makes hosts whose server imports little."""
-    env = {"ASYNCRL_TEST": str(tmp_path)}
 
     def make(**settings):
-        forkserver.ensure(scratch, env, str(tmp_path / "server.log"), LIGHT)
+        forkserver.ensure(scratch, {}, str(tmp_path / "server.log"), LIGHT)
         spec = RoleSpec(
             load("tiny", (f"run.dir={tmp_path}",), {}).config,
             RoleSettings(
                 role="buffer", rank=0, world=1, model_path="", threads=1, weight_backend="gloo",
                 run_id="r", hub_endpoint=hub.endpoint, run_dir=str(tmp_path),
-                **({"device": "cpu"} | settings),
+                **({"device": "cpu", "forked": True} | settings),
             ),
         )  # fmt: skip
         return RoleHost(spec, scratch, str(tmp_path / "role.log"))
@@ -83,13 +86,21 @@ def test_what_a_role_raises_arrives_and_it_goes_on(host, tmp_path):
     assert "no_such_method failed" in (tmp_path / "role.log").read_text()
 
 
-def test_a_killed_role_is_told_to_its_host(host):
+def test_a_killed_role_is_told_to_its_host(host, tmp_path):
     role = host()
     role.call("start")
     killer = threading.Timer(0.5, os.kill, (role.pid(), signal.SIGKILL))
     killer.start()
     with pytest.raises(RoleDiedError, match=f"buffer-0: its process {role.pid()} ended"):
         role.call("run")
+    wait_for_text(tmp_path / "role.log", f"process {role.pid()} was killed by SIGKILL")
+
+
+def wait_for_text(path, text):
+    deadline = time.monotonic() + END_S
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        threading.Event().wait(0.05)
 
 
 def test_a_killed_server_leaves_its_roles_and_another_takes_its_place(host):
@@ -105,7 +116,7 @@ def test_a_killed_server_leaves_its_roles_and_another_takes_its_place(host):
 
 def test_a_role_in_a_fresh_interpreter(host):
     """As where there is a GPU."""
-    role = host(device="cuda")
+    role = host(device="cuda", forked=False)
     assert role.call("start").startswith("tcp://127.0.0.1:")
     assert psutil.Process(role.pid()).ppid() == os.getpid()
     psutil.Process(role.pid()).kill()
@@ -118,7 +129,8 @@ from asyncrl.launch.hosts import RoleHost
 from asyncrl.launch.role_main import RoleSpec
 from asyncrl.roles import RoleSettings
 scratch, folder = sys.argv[1:]
-settings = RoleSettings("buffer", 0, 1, "", "cpu", 1, "gloo", "r", "tcp://x", folder)
+settings = RoleSettings("buffer", 0, 1, "", "cpu", 1, "gloo", "r", "tcp://x", folder,
+                        forked=True)
 print(RoleHost(RoleSpec(load("tiny", (), {}).config, settings), scratch, folder + "/o.log").pid(),
       flush=True)
 time.sleep(600)
@@ -143,7 +155,7 @@ def test_a_role_does_not_outlive_its_host(scratch, tmp_path, host):
 
 def test_an_idle_server_ends_by_itself(scratch, tmp_path, monkeypatch):
     monkeypatch.setenv("ASYNCRL_FORKSERVER_IDLE_S", "0.1")
-    forkserver.ensure(scratch, {"ASYNCRL_TEST": str(tmp_path)}, str(tmp_path / "l"), LIGHT)
+    forkserver.ensure(scratch, {}, str(tmp_path / "l"), LIGHT)
     deadline = time.monotonic() + END_S
     while os.path.exists(forkserver.socket_path(scratch)):
         assert time.monotonic() < deadline
