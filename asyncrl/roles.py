@@ -56,7 +56,7 @@ def name_process(name: str) -> None:
     """Show this process under `name` (15 characters count) in ps and top.
 
     Its title stays: writing one would overwrite the environment, by which a run's processes are
-    found (launch/reaper.py).
+    found (launch/processes/reaper.py).
     """
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)

@@ -20,7 +20,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print status.json as it is.")] = False,
 ) -> None:
     """Show what a run is doing, and who waits for whom."""
-    from asyncrl.launch.status_reader import describe, find, read
+    from asyncrl.monitor.status_reader import describe, find, read
 
     folder = find(run, Path(directory))
     content = read(folder)

@@ -18,7 +18,7 @@ from asyncrl.config.schema import Config
 if TYPE_CHECKING:
     from asyncrl.launch.folder import RunFolder
     from asyncrl.launch.placement import Placement
-    from asyncrl.launch.reaper import Guard
+    from asyncrl.launch.processes.reaper import Guard
 
 __all__ = ["launch"]
 
@@ -41,7 +41,7 @@ def launch(
     from asyncrl.launch.folder import RunFolder
     from asyncrl.launch.interrupt import Interrupt
     from asyncrl.launch.placement import place
-    from asyncrl.launch.reaper import MARK, Guard
+    from asyncrl.launch.processes.reaper import MARK, Guard
 
     if debug:
         from asyncrl.launch.debug import for_debugging
@@ -104,7 +104,7 @@ def _debug(
 
 def _tidy(guard: Guard, run_id: str, scratch: str) -> None:
     """Leave nothing of the run behind but its folder."""
-    from asyncrl.launch.reaper import MARK, sweep
+    from asyncrl.launch.processes.reaper import MARK, sweep
 
     sweep(run_id)
     guard.dismiss()
@@ -116,7 +116,7 @@ def _tidy(guard: Guard, run_id: str, scratch: str) -> None:
 def _import_ahead(config: Config, threads: int, scratch: str, log_path: str) -> None:
     """Start this machine's fork server, whose imports then run beside the start of Ray."""
     from asyncrl.actors.vllm_setup import engine_environment
-    from asyncrl.launch.forkserver import ensure
+    from asyncrl.launch.processes.forkserver import ensure
 
     env = engine_environment(device="cpu", threads=threads, eager=config.engine.enforce_eager)
     ensure(scratch, env, log_path)

@@ -10,8 +10,8 @@ from typing import Any
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Assignment, Placement, Seat, assign, nodes_of
-from asyncrl.launch.reaper import MARK
-from asyncrl.launch.role_main import RoleSpec
+from asyncrl.launch.processes.reaper import MARK
+from asyncrl.launch.processes.role_main import RoleSpec
 
 
 class Cluster:
@@ -73,7 +73,7 @@ class Cluster:
         """Start a role's host where the role was assigned; its Ray handle."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from asyncrl.launch.hosts import RoleHost
+        from asyncrl.launch.processes.hosts import RoleHost
 
         seat = self.seat(spec.settings.name)
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": seat.num_gpus, "max_restarts": 0}

@@ -21,7 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.desk import Desk, last_stats
 from asyncrl.launch.placement import Placement
-from asyncrl.launch.role_main import ActorRole, BufferRole, LearnerRole, RoleSpec
+from asyncrl.launch.processes.role_main import ActorRole, BufferRole, LearnerRole, RoleSpec
 from asyncrl.roles import INTERRUPTED, RoleSettings
 from asyncrl.types import Version
 

@@ -14,12 +14,12 @@ from asyncrl import wire
 from asyncrl.buffer.client import BufferClient
 from asyncrl.config.schema import Config
 from asyncrl.hub import Hub
-from asyncrl.launch.board import Board
-from asyncrl.launch.console import ConsoleView
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.placement import launcher_address
-from asyncrl.launch.status_file import StatusFile
-from asyncrl.launch.summary import evaluation_line, last_lines, summary_of
+from asyncrl.monitor.board import Board
+from asyncrl.monitor.console import ConsoleView
+from asyncrl.monitor.status_file import StatusFile
+from asyncrl.monitor.summary import evaluation_line, last_lines, summary_of
 from asyncrl.protocols import MetricSink
 from asyncrl.pulse import Pulse
 from asyncrl.sinks import JsonlSink
@@ -71,11 +71,11 @@ class Desk:
         log, folder = self.config.log, self.folder
         sinks: list[MetricSink] = [JsonlSink(folder.metrics, folder.events), self.board]
         if log.wandb != "off":
-            from asyncrl.launch.wandb_sink import WandbSink
+            from asyncrl.launch.sinks.wandb import WandbSink
 
             sinks.append(WandbSink(self.config, folder))
         if log.tensorboard:
-            from asyncrl.launch.tensorboard_sink import TensorBoardSink
+            from asyncrl.launch.sinks.tensorboard import TensorBoardSink
 
             sinks.append(TensorBoardSink(folder))
         return sinks

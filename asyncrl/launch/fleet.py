@@ -18,8 +18,8 @@ from typing import Any, Literal
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, RoleDiedError, UserError
 from asyncrl.launch.cluster import Cluster
-from asyncrl.launch.fleet_view import RoleState
-from asyncrl.launch.role_main import RoleSpec
+from asyncrl.launch.processes.role_main import RoleSpec
+from asyncrl.monitor.fleet_view import RoleState
 from asyncrl.types import Version
 
 MAX_BACKOFF_S = 60.0

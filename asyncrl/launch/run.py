@@ -25,8 +25,8 @@ from asyncrl.launch.desk import Desk, last_stats
 from asyncrl.launch.fleet import Fleet, Slot
 from asyncrl.launch.interrupt import Interrupt
 from asyncrl.launch.placement import Placement
+from asyncrl.launch.processes.role_main import RoleSpec
 from asyncrl.launch.remote import result
-from asyncrl.launch.role_main import RoleSpec
 from asyncrl.roles import INTERRUPTED, RoleSettings
 from asyncrl.types import Version
 

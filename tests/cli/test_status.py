@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.__main__ import main
 from asyncrl.config.schema import Config
-from asyncrl.launch.board import Board
-from asyncrl.launch.status_file import StatusFile
+from asyncrl.monitor.board import Board
+from asyncrl.monitor.status_file import StatusFile
 from tests.cli.test_cli import HEAVY, ROOT
 
 
@@ -72,8 +72,8 @@ def test_an_unknown_run_is_one_line_and_code_2(
 LAUNCHER = """
     import sys
     from asyncrl.config.schema import Config
-    from asyncrl.launch.board import Board
-    from asyncrl.launch.status_file import StatusFile
+    from asyncrl.monitor.board import Board
+    from asyncrl.monitor.status_file import StatusFile
     StatusFile(sys.argv[1], Board(Config()), run_id="r", run="r")
     print("up", flush=True)
     sys.stdin.read()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launch.reaper import MARK, processes_of, sweep
+from asyncrl.launch.processes.reaper import MARK, processes_of, sweep
 
 START_S = 240
 """Longest time for a run to begin training on a busy machine."""

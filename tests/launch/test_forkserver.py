@@ -13,9 +13,9 @@ import pytest
 from asyncrl.config.load import load
 from asyncrl.errors import RoleDiedError
 from asyncrl.hub import Hub
-from asyncrl.launch import forkserver
-from asyncrl.launch.hosts import RoleHost
-from asyncrl.launch.role_main import RoleSpec
+from asyncrl.launch.processes import forkserver
+from asyncrl.launch.processes.hosts import RoleHost
+from asyncrl.launch.processes.role_main import RoleSpec
 from asyncrl.roles import RoleSettings
 
 LIGHT = ("asyncrl.buffer.server", "no_such_module")
@@ -125,8 +125,8 @@ def test_a_role_in_a_fresh_interpreter(host):
 HOST = """
 import sys, time
 from asyncrl.config.load import load
-from asyncrl.launch.hosts import RoleHost
-from asyncrl.launch.role_main import RoleSpec
+from asyncrl.launch.processes.hosts import RoleHost
+from asyncrl.launch.processes.role_main import RoleSpec
 from asyncrl.roles import RoleSettings
 scratch, folder = sys.argv[1:]
 settings = RoleSettings("buffer", 0, 1, "", "cpu", 1, "gloo", "r", "tcp://x", folder,

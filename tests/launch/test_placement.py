@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.assign import assign
-from asyncrl.launch.nodes import Node, gpu_ids_here, launcher_address, nodes_of
 from asyncrl.launch.placement import place, rows
-from asyncrl.launch.seats import Assignment, Placement
+from asyncrl.launch.placement.assign import assign
+from asyncrl.launch.placement.nodes import Node, gpu_ids_here, launcher_address, nodes_of
+from asyncrl.launch.placement.seats import Assignment, Placement
 
 ADDRESS = "cluster.address=10.0.0.1:6379"
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import uuid
 import psutil
 import pytest
 
-from asyncrl.launch.reaper import MARK, processes_of, sweep
+from asyncrl.launch.processes.reaper import MARK, processes_of, sweep
 
 SLEEPER = "import time, sys; print('up', flush=True); time.sleep(600)"
 STUBBORN = (
@@ -74,7 +74,7 @@ def test_a_process_that_overwrote_its_environment_is_found(run_id):
 
 GUARDED = """
 import os, subprocess, sys, time
-from asyncrl.launch.reaper import Guard, MARK
+from asyncrl.launch.processes.reaper import Guard, MARK
 run_id = sys.argv[1]
 os.environ[MARK] = run_id
 guard = Guard(run_id, sys.argv[3])

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.config.schema import Config, LogConfig
 from asyncrl.errors import MissingExtraError
-from asyncrl.launch.tensorboard_sink import TensorBoardSink
-from asyncrl.launch.wandb_sink import WandbSink
+from asyncrl.launch.sinks.tensorboard import TensorBoardSink
+from asyncrl.launch.sinks.wandb import WandbSink
 
 HIST = {"staleness/head": {"edges": [0.0, 1.0, 2.0], "counts": [3.0, 4.0]}}
 
@@ -68,7 +68,7 @@ def test_tensorboard_reads_scalars_and_histograms(folder, tmp_path):
 def test_tensorboard_sink_loads_neither_torch_nor_tensorflow(tmp_path):
     code = (
         "import sys; from types import SimpleNamespace\n"
-        "from asyncrl.launch.tensorboard_sink import TensorBoardSink\n"
+        "from asyncrl.launch.sinks.tensorboard import TensorBoardSink\n"
         f"sink = TensorBoardSink(SimpleNamespace(path={str(tmp_path)!r}))\n"
         f"sink.write({RECORDS[0]!r}); sink.close()\n"
         "assert not {'torch', 'tensorflow'} & sys.modules.keys()\n"

@@ -40,7 +40,7 @@ def processes_of(run_id: str) -> list[psutil.Process]:
 
 def _is_guard(process: psutil.Process) -> bool:
     try:
-        return "asyncrl.launch.reaper" in process.cmdline()
+        return "asyncrl.launch.processes.reaper" in process.cmdline()
     except psutil.Error:
         return False
 
@@ -72,7 +72,7 @@ class Guard:
 
     def __init__(self, run_id: str, scratch: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.launch.reaper", run_id, scratch],
+            [sys.executable, "-m", "asyncrl.launch.processes.reaper", run_id, scratch],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C on the terminal must not reach it
         )  # fmt: skip

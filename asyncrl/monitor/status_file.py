@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from asyncrl.launch.board import Board
-from asyncrl.launch.fleet_view import RoleView
+from asyncrl.monitor.board import Board
+from asyncrl.monitor.fleet_view import RoleView
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from asyncrl.types import Version
 
 if TYPE_CHECKING:
     from asyncrl.buffer.trajectories import TrajectoryWriter
-    from asyncrl.launch.forkserver import Start
+    from asyncrl.launch.processes.forkserver import Start
 
 
 @dataclass(frozen=True, slots=True)

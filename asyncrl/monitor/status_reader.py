@@ -13,8 +13,8 @@ import psutil
 
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
-from asyncrl.launch import words
-from asyncrl.launch.summary import ledger_line
+from asyncrl.monitor import words
+from asyncrl.monitor.summary import ledger_line
 from asyncrl.wire import Stats
 
 LATE_S = 10.0

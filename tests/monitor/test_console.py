@@ -9,11 +9,11 @@ import pytest
 from rich.cells import cell_len
 
 from asyncrl.config.schema import ClusterConfig, Config, EvalConfig, RunConfig
-from asyncrl.launch import board as board_module
-from asyncrl.launch import console as console_module
-from asyncrl.launch.board import Board
-from asyncrl.launch.console import ConsoleView, sparkline
-from asyncrl.launch.summary import last_lines, ledger_line, summary_of
+from asyncrl.monitor import board as board_module
+from asyncrl.monitor import console as console_module
+from asyncrl.monitor.board import Board
+from asyncrl.monitor.console import ConsoleView, sparkline
+from asyncrl.monitor.summary import last_lines, ledger_line, summary_of
 from asyncrl.wire import Stats
 
 COUNTS = {"dispatched": 10, "trained": 6, "dropped_stale": 0, "filtered": 1, "failed": 0,

@@ -10,10 +10,10 @@ import pytest
 
 from asyncrl.config.schema import Config, RunConfig
 from asyncrl.errors import UserError
-from asyncrl.launch.board import Board
-from asyncrl.launch.fleet_view import FleetView
-from asyncrl.launch.status_file import StatusFile, snapshot
-from asyncrl.launch.status_reader import describe, find, read
+from asyncrl.monitor.board import Board
+from asyncrl.monitor.fleet_view import FleetView
+from asyncrl.monitor.status_file import StatusFile, snapshot
+from asyncrl.monitor.status_reader import describe, find, read
 from asyncrl.wire import Stats
 
 COUNTS = {"dispatched": 10, "trained": 6, "dropped_stale": 0, "filtered": 1, "failed": 0,
@@ -131,7 +131,7 @@ def test_a_pulse_is_no_step_and_hides_no_value():
 
 def test_totals_go_on_over_a_restart_of_an_actor(monkeypatch):
     clock = itertools.count(0.0, 1.0)
-    monkeypatch.setattr("asyncrl.launch.board.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("asyncrl.monitor.board.time.monotonic", lambda: next(clock))
     board = Board(Config())
     board.training_began = 0.0
 

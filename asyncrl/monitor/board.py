@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.fleet_view import FleetView
-from asyncrl.launch.startup import Startup
 from asyncrl.metrics import STATES
+from asyncrl.monitor.fleet_view import FleetView
+from asyncrl.monitor.startup import Startup
 from asyncrl.types import Version
 from asyncrl.wire import Stats
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl.errors import RoleDiedError
-from asyncrl.launch.forkserver import Start, start_role
-from asyncrl.launch.role_main import RoleSpec
+from asyncrl.launch.processes.forkserver import Start, start_role
+from asyncrl.launch.processes.role_main import RoleSpec
 
 
 def role_env(spec: RoleSpec, scratch: str) -> dict[str, str]:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from asyncrl.config.places import Role, Wish, wishes
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.assign import assign
-from asyncrl.launch.nodes import Node, gpus_here, launcher_address, nodes_of
-from asyncrl.launch.seats import Assignment, Placement, Seat
+from asyncrl.launch.placement.assign import assign
+from asyncrl.launch.placement.nodes import Node, gpus_here, launcher_address, nodes_of
+from asyncrl.launch.placement.seats import Assignment, Placement, Seat
 
 __all__ = [
     "Assignment", "Node", "Placement", "Seat", "assign", "gpus_here", "launcher_address",

@@ -94,8 +94,7 @@ def ensure(
         listener.listen(128)
         with open(log_path, "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.launch.forkserver", str(listener.fileno()),
-                 *modules],
+                [sys.executable, "-m", __spec__.name, str(listener.fileno()), *modules],
                 pass_fds=[listener.fileno()], env=os.environ | env, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
@@ -135,7 +134,7 @@ def _spawn(start: Start) -> tuple[Connection, int]:
     ours, its = socket.socketpair()
     with its, open(start.log_path, "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.launch.role_main", str(its.fileno())],
+            [sys.executable, "-m", "asyncrl.launch.processes.role_main", str(its.fileno())],
             pass_fds=[its.fileno()], env=start.env, cwd=start.cwd, stdin=subprocess.DEVNULL,
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
@@ -205,7 +204,7 @@ def _fork(listener: socket.socket, connection: Connection, start: Start) -> int:
         listener.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        from asyncrl.launch.role_main import serve
+        from asyncrl.launch.processes.role_main import serve
 
         connection.send(os.getpid())
         serve(connection, start)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from asyncrl.config.places import Role, Wish, wishes
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.nodes import Node, this_machine
-from asyncrl.launch.seats import Assignment, Placement, Seat
+from asyncrl.launch.placement.nodes import Node, this_machine
+from asyncrl.launch.placement.seats import Assignment, Placement, Seat
 
 
 def assign(config: Config, placement: Placement, nodes: Sequence[Node]) -> Assignment:

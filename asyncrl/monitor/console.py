@@ -14,9 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.launch import words
-from asyncrl.launch.board import Board
-from asyncrl.launch.words import clock, share
+from asyncrl.monitor import words
+from asyncrl.monitor.board import Board
+from asyncrl.monitor.words import clock, share
 
 _BARS = "▁▂▃▄▅▆▇█"
 LOADING_ROWS = 5

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from asyncrl.launch.board import Board, Evaluation
+from asyncrl.monitor.board import Board, Evaluation
 from asyncrl.wire import Stats
 
 TERMS = ("trained", "dropped_stale", "filtered", "failed", "requeued", "duplicate", "held")

@@ -1,0 +1,1 @@
+"""Where records go beyond the run's own files."""
