@@ -226,7 +226,7 @@ class RolloutLoop:
     ) -> None:
         """Score and push."""
         try:
-            with self.shares.state("reward"):
+            with self.shares.state("reward"), self.waits.on("a reward", "the reward's processes"):
                 value = await self.reward.score(
                     lease.prompt, generation.text, str(generation.finish_reason)
                 )

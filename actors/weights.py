@@ -29,6 +29,7 @@ from asyncrl.errors import (
     WeightSyncError,
     WireError,
 )
+from asyncrl.metrics import TimeShares
 from asyncrl.protocols import WeightSubscriber
 from asyncrl.types import Version
 from asyncrl.weights import TransferPlan, publication_deadline_s
@@ -55,7 +56,8 @@ class EngineWeights:
     """`WeightSubscriber` over an engine.
 
     `staged` tells whether the backend receives into staging buffers (gloo) or straight
-    into the model (nccl): then an update cannot be given up once begun.
+    into the model (nccl): then an update cannot be given up once begun. `shares` gets the time for
+    which an update holds the engine up, as `sync`.
     """
 
     def __init__(
@@ -65,16 +67,32 @@ class EngineWeights:
         timeout_s: float,
         staged: bool,
         on_applied: Callable[[Version], None] | None = None,
+        shares: TimeShares | None = None,
     ) -> None:
         self._engine = engine
+        self._shares = shares or TimeShares()
         self._timeout_s = timeout_s
         self._staged = staged
         self._on_applied = on_applied
-        self._state = "idle"
+        self.__state = "idle"
         self._version: Version | None = None
         self._deadline_s = timeout_s
         self._watchdog: asyncio.Task[None] | None = None
         self._steps = asyncio.Lock()  # one at a time, giving up included
+
+    @property
+    def _state(self) -> str:
+        return self.__state
+
+    @_state.setter
+    def _state(self, state: str) -> None:
+        """The time from the pause until the engine goes on, or is broken, is `sync`."""
+        held_up, holds_up = (s not in ("idle", "broken") for s in (self.__state, state))
+        if holds_up and not held_up:
+            self._shares.enter("sync")
+        elif held_up and not holds_up:
+            self._shares.leave("sync")
+        self.__state = state
 
     async def join(self, info: Mapping[str, Any]) -> None:
         """Join the transfer group described by the publisher; leaves an earlier one.
@@ -91,7 +109,8 @@ class EngineWeights:
                 self._state = "begun"
             self._deadline_s = self._timeout_s
             try:
-                await self._step("join", self._engine.join_transfer(info))
+                with self._shares.state("sync"):  # the engine's workers do nothing else meanwhile
+                    await self._step("join", self._engine.join_transfer(info))
             finally:
                 if self._state == "begun":
                     self._watch()

@@ -20,7 +20,6 @@ from asyncrl.actors.evaluate import evaluate
 from asyncrl.actors.meter import ActorMeter
 from asyncrl.actors.rewards import InlineReward, RewardWorker
 from asyncrl.actors.rollout import RolloutLoop
-from asyncrl.actors.timed import TimedSubscriber
 from asyncrl.actors.tokens import encode_prompt
 from asyncrl.buffer.client import AsyncBufferClient
 from asyncrl.config.schema import Config
@@ -36,6 +35,8 @@ from asyncrl.waits import Waits
 log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
+LAST_VERSION_S = 10.0
+"""How long the last version may be on its way: the learner has sent it before it says "done"."""
 
 
 class ActorWorker:
@@ -84,9 +85,9 @@ class ActorWorker:
         self.loop: RolloutLoop | None = None
         subscriber = EngineWeights(
             self.engine, timeout_s=self.config.weights.timeout_s,
-            staged=s.weight_backend == "gloo", on_applied=self._on_applied,
+            staged=s.weight_backend == "gloo", on_applied=self._on_applied, shares=self.shares,
         )  # fmt: skip
-        self.weights = WeightService(TimedSubscriber(subscriber, self.shares), host=s.host)
+        self.weights = WeightService(subscriber, host=s.host)
         self._startup("reward", began)
 
     async def run(self, buffer: str, fleet: str, at_least: Version, first: bool) -> None:
@@ -144,7 +145,7 @@ class ActorWorker:
         try:
             if at_least > self.engine.applied:
                 await evaluated
-                await self._wait_for(at_least, "the current version")
+                await self._catch_up(at_least)
             reply = await self.loop.run()
             await evaluated
         finally:
@@ -153,10 +154,12 @@ class ActorWorker:
         final, evaluate = reply.final, reply.evaluate
         if reply.state == "stopping":
             final, evaluate = await self._serve_until_done()
-        if final is not None and evaluate and self.config.eval.at_end:
-            if self.config.eval.samples:
-                await self._wait_for(final, "the last version")
-            await self._evaluate()
+        evals = self.config.eval
+        if final is not None and evaluate and evals.at_end and evals.samples:
+            if await self._reaches(final, LAST_VERSION_S, "the last version"):
+                await self._evaluate()
+            else:
+                self._event("eval_skipped", reason=f"{final} did not come", runs=str(final))
 
     async def _tell_first_token(self) -> None:
         """The end of the start, as far as this actor is concerned."""
@@ -172,11 +175,16 @@ class ActorWorker:
         self._announcing = asyncio.create_task(self.announcer.run())
 
     async def _serve_until_done(self) -> tuple[Version | None, bool]:
-        """Take weights while the learner ends; the last version, and whether to evaluate it."""
-        timeout = self.config.weights.timeout_s * 2
-        deadline = time.monotonic() + timeout
+        """Take weights while the learner ends; the last version, and whether to evaluate it.
+
+        The deadline is renewed by whatever the ledger counts, e.g. the last batch.
+        """
+        timeout = self.config.weights.timeout_s * 10
+        seen, deadline = None, time.monotonic() + timeout
         with self.waits.on("the end of the run", owner="learner-0", deadline_s=timeout):
             while (stats := await self.client.stats()).state != "done":
+                if stats.counts != seen:
+                    seen, deadline = stats.counts, time.monotonic() + timeout
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"{self.settings.name} waited {timeout:.0f} s after the stop for learner-0 "
@@ -185,19 +193,30 @@ class ActorWorker:
                 await asyncio.sleep(STOP_POLL_S)
         return stats.final, stats.evaluate
 
-    async def _wait_for(self, version: Version, what: str) -> None:
-        timeout = self.config.weights.timeout_s * 2
-        try:
-            with self.waits.on(f"{what}, {version}", owner="learner-0", deadline_s=timeout):
-                async with asyncio.timeout(timeout):
+    async def _catch_up(self, version: Version) -> None:
+        """Wait for the learner to send what it has published, unless the run ends first."""
+        timeout, what = self.config.weights.timeout_s * 2, "the current version"
+        deadline = time.monotonic() + timeout
+        while not await self._reaches(version, STOP_POLL_S, what):
+            if (await self.client.stats()).state == "done":
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"{self.settings.name} waited {timeout:.0f} s for learner-0 to send {what}, "
+                    f"{version}; it still runs {self.engine.applied}"
+                )
+
+    async def _reaches(self, version: Version, within_s: float, what: str) -> bool:
+        """Whether the engine runs `version`, or a newer one, by the deadline."""
+        with self.waits.on(f"{what}, {version}", owner="learner-0", deadline_s=within_s):
+            try:
+                async with asyncio.timeout(within_s):
                     while self.engine.applied < version:
                         self._applied_event.clear()
                         await self._applied_event.wait()
-        except TimeoutError:
-            raise DeadlineError(
-                f"{self.settings.name} waited {timeout:.0f} s for learner-0 to send {what}, "
-                f"{version}; it still runs {self.engine.applied}"
-            ) from None
+            except TimeoutError:
+                return False
+        return True
 
     async def _evaluate(self) -> None:
         if not self.config.eval.samples:

@@ -84,12 +84,13 @@ class LearnerWorker:
         if s.rank > 0:
             self._store = TCPStore(
                 store_host, store_port, s.world, is_master=False,
-                timeout=datetime.timedelta(seconds=120),
+                timeout=datetime.timedelta(seconds=self.config.cluster.ready_timeout_s),
             )  # fmt: skip
-        dist.init_process_group(
-            "nccl" if s.device == "cuda" else "gloo", store=self._store, rank=s.rank,
-            world_size=s.world, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        )  # fmt: skip
+        with self.waits.on("the other ranks to join", "learner-*", COLLECTIVE_TIMEOUT_S):
+            dist.init_process_group(
+                "nccl" if s.device == "cuda" else "gloo", store=self._store, rank=s.rank,
+                world_size=s.world, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            )  # fmt: skip
         self.trainer = Trainer(
             self.config, s.model_path, rank=s.rank, world=s.world,
             device="cuda:0" if s.device == "cuda" else "cpu",
@@ -212,13 +213,13 @@ class LearnerWorker:
             for name in self.publisher.finish(timeout):
                 log.warning("%s has not taken the last version %s", name, self.version)
         self._tell_publisher()
-        if config.learner.save_final and self.step > 0:
-            with self.shares.state("checkpoint"):
-                self.trainer.save_hf(os.path.join(self.settings.run_dir, "checkpoints", "final"))
-        if self.settings.rank == 0:
+        if self.settings.rank == 0:  # before the model is saved: actors evaluate meanwhile
             why = ended or f"finished after {self.step} steps"
             # A stop that somebody else asked for without an evaluation wins over this.
             self.client.stop(why, final=self.version, evaluate=True)
+        if config.learner.save_final and self.step > 0:
+            with self.shares.state("checkpoint"):
+                self.trainer.save_hf(os.path.join(self.settings.run_dir, "checkpoints", "final"))
 
     def _behind_last(self) -> None:
         """Publish what was trained since the last publication, when the run was stopped."""

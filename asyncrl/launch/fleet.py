@@ -184,7 +184,7 @@ class Fleet:
                 slot.restarts += 1
                 self._tell("actor_restarted", actor=slot.name, restarts=slot.restarts)
                 self.start([slot])
-            elif slot.state == "starting":
+            elif slot.state == "starting" and self.ever_ready:  # else the whole run is late
                 limit = self._config.cluster.ready_timeout_s
                 self.failed(slot, RoleDiedError(
                     f"{slot.name} was not ready within cluster.ready_timeout_s={limit:.0f}; "

@@ -39,8 +39,6 @@ def startup_line(board: Board) -> str:
 
 def last_lines(board: Board, stats: Stats | None, ended: str, reason: str) -> Iterator[str]:
     """The console's last lines but one."""
-    for version, evaluation in sorted(board.evals.items()):
-        yield evaluation_line(version, evaluation)
     if startup := startup_line(board):
         yield startup
     line = f"{ended}{f' ({reason})' if reason else ''}: {board.step} steps, version {board.version}"

@@ -15,8 +15,8 @@ import zmq
 import zmq.asyncio
 
 from asyncrl import wire
-from asyncrl.actors.timed import TimedSubscriber
 from asyncrl.actors.vllm_engine import VllmEngine
+from asyncrl.actors.weights import EngineWeights
 from asyncrl.actors.worker import ActorWorker
 from asyncrl.buffer.client import BufferClient
 from asyncrl.buffer.ledger import Ledger
@@ -30,7 +30,7 @@ from asyncrl.config.schema import (
     TaskConfig,
     WeightsConfig,
 )
-from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.errors import DeadlineError, EngineError, WeightSyncError
 from asyncrl.hub import Hub
 from asyncrl.learner.members import Member, Members
 from asyncrl.learner.weight_fleet import FleetClient
@@ -294,35 +294,49 @@ def test_an_actor_whose_weights_service_breaks_ends(
 def test_the_time_of_an_update_ends_with_it_however_it_ends(fails: str, seconds: float) -> None:
     now = 0.0
 
-    class Subscriber:
+    class Engine(UpdatableEngine):
         async def _step(self, name: str) -> None:
             nonlocal now
             now += 1.0
             if name == fails:
                 raise WeightSyncError(name)
 
-        async def join(self, info: Mapping[str, Any]) -> None:
-            await self._step("join")
-
-        async def begin(self, version: Version) -> None:
+        async def begin_update(self) -> None:
             await self._step("begin")
 
-        async def receive(self, info: Mapping[str, Any]) -> None:
+        async def receive_update(self, info: Mapping[str, Any]) -> None:
             await self._step("receive")
 
-        async def commit(self, version: Version) -> None:
+        async def commit_update(self, version: Version) -> None:
             await self._step("commit")
+            await super().commit_update(version)
 
     shares = TimeShares(clock=lambda: now)
 
     async def publish() -> None:
-        timed = TimedSubscriber(Subscriber(), shares)
-        await timed.begin(Version(0, 1))
-        await timed.receive({})
-        await timed.commit(Version(0, 1))
+        weights = EngineWeights(Engine(), timeout_s=30.0, staged=True, shares=shares)
+        await weights.begin(Version(0, 1))
+        await weights.receive(INFO)
+        await weights.commit(Version(0, 1))
 
-    with pytest.raises(WeightSyncError) if fails else nullcontext():
+    with pytest.raises((WeightSyncError, EngineError)) if fails else nullcontext():
         asyncio.run(publish())
     now += 10.0
     assert shares.totals()["sync"] == seconds
     assert shares.totals()["idle"] == 10.0
+
+
+def test_the_time_of_an_update_that_is_given_up_ends_too() -> None:
+    shares = TimeShares()
+
+    async def scenario() -> None:
+        weights = EngineWeights(UpdatableEngine(), timeout_s=0.01, staged=True, shares=shares)
+        await weights.begin(Version(0, 1))
+        async with asyncio.timeout(DEADLINE_S):
+            while weights._state != "idle":
+                await asyncio.sleep(0.005)
+
+    asyncio.run(scenario())
+    before = shares.totals()["sync"]
+    assert before > 0
+    assert shares.totals()["sync"] == before, "the engine generates again"

@@ -45,6 +45,9 @@ class Fake:
     def take_timings(self) -> dict[str, float]:
         return self.timings.pop() if self.timings else {}
 
+    def take_events(self) -> list[dict[str, Any]]:
+        return []
+
     def close(self) -> None:
         self.closed.append("close")
         if self.broken:
@@ -58,12 +61,12 @@ class Fake:
 def make_worker(fake: Fake, **learner: Any) -> LearnerWorker:
     settings = RoleSettings(
         role="learner", rank=0, world=1, model_path="", device="cpu", threads=1,
-        weight_backend="gloo", run_id="r", buffer_endpoint="", hub_endpoint="", run_dir="",
+        weight_backend="gloo", run_id="r", hub_endpoint="", run_dir="",
     )  # fmt: skip
     worker: Any = LearnerWorker(Config(learner=LearnerConfig(**learner)), settings)
     worker.trainer = worker.client = worker.hub = worker.ids = worker.publisher = fake
     worker.idle = IdleMeter(worker.shares)
-    worker._reported = 0.0
+    worker._reported = worker._pulled_s = 0.0
     made: LearnerWorker = worker
     return made
 

@@ -1,0 +1,158 @@
+"""The processes of a run as the launcher holds them: Ray, hosts, calls under way.
+
+Ray ► hosts of buffer and learners ‖ Fleet (actors) ► buffer bound ► learners' set-up
+waits for each by cluster.ready_timeout_s, or for Ctrl-C
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from asyncrl.buffer.client import BufferClient
+from asyncrl.errors import AsyncRLError, DeadlineError
+from asyncrl.launch.cluster import Cluster
+from asyncrl.launch.desk import Desk
+from asyncrl.launch.fleet import Fleet
+from asyncrl.launch.interrupt import Interrupt
+from asyncrl.launch.placement import Placement
+from asyncrl.launch.processes.role_main import RoleSpec
+from asyncrl.launch.remote import result
+from asyncrl.roles import RoleSettings
+
+TICK_S = 0.25
+LAUNCHER_PATIENCE_S = 5.0
+"""Deadline of the launcher's own questions to the buffer."""
+
+
+class Crew:
+    """Starts every role; `fleet` has the actors, `calls` what buffer and learners are doing."""
+
+    cluster: Cluster
+    fleet: Fleet
+    buffer: str
+    """The buffer's endpoint."""
+    announce_to: str
+    """Where actors announce themselves: learner rank 0."""
+
+    def __init__(
+        self, desk: Desk, placement: Placement, model_path: str, scratch: str, interrupt: Interrupt
+    ) -> None:
+        self.desk, self.config, self.folder = desk, desk.config, desk.folder
+        self._placement, self._model_path, self._scratch = placement, model_path, scratch
+        self._interrupt = interrupt
+        self.client: BufferClient | None = None
+        self.hosts: dict[str, Any] = {}
+        """Of the buffer and the learners."""
+        self.calls: dict[Any, str] = {}
+        """The calls to them that are under way."""
+
+    @property
+    def learners(self) -> list[str]:
+        """Names of the learner ranks."""
+        return [f"learner-{rank}" for rank in range(self.config.cluster.learners)]
+
+    def start(self) -> None:
+        """Start every role's process and set-up, beside each other; the buffer answers."""
+        self.desk.phase("starting Ray")
+        began = time.monotonic()
+        self.cluster = Cluster(self.config, self._placement, self.desk.run_id, self._scratch)
+        self._interrupt.install()
+        self.desk.startup("ray", began)
+        self._start_hosts()
+        self._start_buffer()
+
+    def _start_hosts(self) -> None:
+        """Every role's host, and the actors' set-up, which needs nobody else."""
+        c = self.config.cluster
+        self.desk.phase(f"starting {c.actors} actor(s) and {c.learners} learner rank(s)")
+        names = ["buffer-0", *self.learners]
+        for name in names:
+            self.desk.board.fleet.update(name, state="starting")
+            self.hosts[name] = self.cluster.start(self.spec_of(name), self.folder.log_of(name))
+        for name in [*names, *(f"actor-{r}" for r in range(c.actors))]:
+            seat = self.cluster.seat(name)
+            self.desk.event("placed", name=name, node=seat.node, on=seat.label, gpus=seat.gpus)
+        self.fleet = Fleet(
+            self.config, self.cluster, spec_of=lambda rank: self.spec_of(f"actor-{rank}"),
+            log_of=self.folder.log_of, tell=self.desk.event, gone=self.actor_gone,
+        )  # fmt: skip
+        self.desk.hub.add(self.fleet)
+        self.fleet.start()
+
+    def _start_buffer(self) -> None:
+        """The buffer and the learners' rendezvous, which the set-up of the learners needs."""
+        began = time.monotonic()
+        self.wait_one(self.hosts["buffer-0"].pid.remote(), "buffer-0")
+        self.desk.startup("imports", began)
+        began = time.monotonic()
+        bound = self.hosts["learner-0"].call.remote("bind")
+        start = self.hosts["buffer-0"].call.remote("start")
+        self.buffer = self.wait_one(start, "buffer-0")
+        self.calls[self.hosts["buffer-0"].call.remote("run")] = "buffer-0"
+        self.client = BufferClient(
+            self.buffer, self.desk.run_id, "launcher", 0, timeout_s=LAUNCHER_PATIENCE_S
+        )
+        self.client.hello()
+        host, port, self.announce_to = self.wait_one(bound, "learner-0")
+        self.desk.startup("buffer", began)
+        for name in self.learners:
+            self.calls[self.hosts[name].call.remote("setup", host, port)] = name
+
+    def spec_of(self, name: str) -> RoleSpec:
+        """What the role of this name is made from."""
+        p, cluster = self._placement, self.config.cluster
+        role, _, rank = name.partition("-")
+        seat = self.cluster.seat(name)
+        worlds = {"actor": cluster.actors, "learner": cluster.learners}
+        settings = RoleSettings(
+            role=role, rank=int(rank), world=worlds.get(role, 1),  # type: ignore[arg-type]
+            model_path=self._model_path, device="cpu" if role == "buffer" else p.device,
+            threads=1 if role == "buffer" else seat.threads,
+            weight_backend=p.weight_backend, run_id=self.desk.run_id,
+            hub_endpoint=self.desk.hub.endpoint, run_dir=self.folder.path,
+            visible_gpus=seat.visible_gpus, forked=p.device == "cpu",
+        )  # fmt: skip
+        return RoleSpec(self.config, settings)
+
+    def wait_one(self, ref: Any, name: str) -> Any:
+        """The result of one call of the start, by cluster.ready_timeout_s."""
+        import ray
+
+        timeout = self.config.cluster.ready_timeout_s
+        deadline = time.monotonic() + timeout
+        with self.desk.waits.on(f"{name} to start", owner=name, deadline_s=timeout):
+            while not ray.wait([ref], timeout=TICK_S)[0]:
+                self.desk.view.refresh()
+                if self._interrupt.count:
+                    raise KeyboardInterrupt
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"launcher waited cluster.ready_timeout_s={timeout:.0f} s for {name} to "
+                        f"start; see {self.folder.log_of(name)}"
+                    )
+        return self.result_of(ref, name)
+
+    def train(self) -> None:
+        """All learner ranks are set up: let them train."""
+        self.desk.training()
+        for name in self.learners:
+            self.calls[self.hosts[name].call.remote("run", self.buffer)] = name
+
+    def actor_gone(self, name: str, why: str) -> None:
+        """Give the leases of an actor whose process has ended to others."""
+        if self.client is not None:
+            with suppress(AsyncRLError):  # the buffer notices its silence, too
+                self.client.gone(name, why)
+
+    def result_of(self, ref: Any, name: str) -> Any:
+        """The result of a role's call, or what it failed with (`remote.result`)."""
+        return result(ref, name, self.folder.log_of(name))
+
+    def close(self) -> None:
+        """End Ray and every socket."""
+        if self.client is not None:
+            self.client.close()
+        if hasattr(self, "cluster"):
+            self.cluster.close()
