@@ -5,7 +5,8 @@
         └──────── calls and results, on that connection ◄────┘
 
     consumes  one request (a `Start`) per connection
-    waits     for a connection, at most IDLE_S while no role of its own is alive; then it ends
+    waits     for a connection, for a request at most REQUEST_S, at most `idle_s` while no role of
+              its own is alive; then it ends
     releases  nothing: a role ends with its host, not with the server
 
 It stays single-threaded and never computes, touches a GPU or opens a ZeroMQ socket: that is what
@@ -21,136 +22,18 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
-from asyncrl.errors import DeadlineError, RoleDiedError
+from asyncrl.launch.processes.start import Start
 
-MODULES = (
-    "numpy", "torch", "torch.distributed", "transformers", "uvloop", "zmq.asyncio", "psutil",
-    "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_worker", "asyncrl.actors.worker", "asyncrl.actors.vllm_engine",
-    "asyncrl.actors.weights", "asyncrl.actors.gloo_transfer", "asyncrl.buffer.server",
-    "asyncrl.learner.worker", "asyncrl.learner.step", "asyncrl.learner.publish",
-    "asyncrl.learner.gloo_sender", "vllm.model_executor.models.llama",
-)  # fmt: skip
-"""What roles need and is slow to import; not there (a CUDA build, say) is no error."""
-
-IDLE_S = float(os.environ.get("ASYNCRL_FORKSERVER_IDLE_S", "120"))
-"""Seconds without a role after which the server ends."""
-CONNECT_S = 180.0
-"""Deadline for the server's imports and a fork, on a busy machine."""
+REQUEST_S = 10.0
+"""How long a client that has connected may take to send its request; others are served."""
 POLL_S = 1.0
-
-_started: list[subprocess.Popen[bytes]] = []  # not waited for: they end by themselves
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A role to fork: its environment, its log, and what `role_main.serve` makes it from."""
-
-    name: str
-    """E.g. "actor-0"."""
-    env: dict[str, str]
-    """The whole environment of its process."""
-    cwd: str
-    log_path: str
-    host_pid: int
-    """The process that the role must not outlive."""
-    spec: Any
-    """A `role_main.RoleSpec`."""
-
-
-def socket_path(scratch: str) -> str:
-    """Where the machine's server of a run listens."""
-    return os.path.join(scratch, "fork.sock")
-
-
-def ensure(
-    scratch: str, env: Mapping[str, str], log_path: str, modules: Sequence[str] = MODULES
-) -> None:
-    """Start this machine's server unless it is there.
-
-    Args:
-        scratch: the run's folder for sockets; only this user may enter it.
-        env: what the imports must find in the environment, thread counts above all: a fork keeps
-            what OpenMP read at its start.
-        log_path: where the server's output goes.
-        modules: what it imports.
-    """
-    os.makedirs(scratch, mode=0o700, exist_ok=True)
-    listener = socket.socket(socket.AF_UNIX)
-    with listener:
-        try:
-            listener.bind(socket_path(scratch))  # atomic: of several that try, one gets it
-        except OSError:
-            return
-        listener.listen(128)
-        with open(log_path, "ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, str(listener.fileno()), *modules],
-                pass_fds=[listener.fileno()], env=os.environ | env, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-        _started.append(process)
-
-
-def start_role(scratch: str, start: Start, *, fork: bool) -> tuple[Connection, int]:
-    """Have a role's process started; the connection to it and its pid.
-
-    Args:
-        fork: from the machine's server, which is started anew when it is gone; else as a fresh
-            interpreter (where a GPU is used: CUDA does not survive a fork).
-
-    Raises:
-        RoleDiedError: it ended at once.
-        DeadlineError: no answer within CONNECT_S.
-    """
-    if not fork:
-        return _spawn(start)
-    for attempt in range(3):
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.connect(socket_path(scratch))
-        except OSError as e:
-            sock.close()
-            if attempt == 2:
-                raise RoleDiedError(f"{start.name}: no fork server on this machine: {e}") from e
-            with contextlib.suppress(OSError):
-                os.unlink(socket_path(scratch))  # what a killed server left
-            ensure(scratch, start.env, start.log_path)
-        else:
-            return _greet(Connection(sock.detach()), start)
-    raise AssertionError("unreachable")
-
-
-def _spawn(start: Start) -> tuple[Connection, int]:
-    ours, its = socket.socketpair()
-    with its, open(start.log_path, "ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.launch.processes.role_main", str(its.fileno())],
-            pass_fds=[its.fileno()], env=start.env, cwd=start.cwd, stdin=subprocess.DEVNULL,
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    _started.append(process)
-    return _greet(Connection(ours.detach()), start)
-
-
-def _greet(connection: Connection, start: Start) -> tuple[Connection, int]:
-    try:
-        connection.send(start)
-        if not connection.poll(CONNECT_S):
-            raise DeadlineError(f"{start.name} waited {CONNECT_S:.0f} s for its process to start")
-        return connection, int(connection.recv())
-    except (EOFError, OSError) as e:
-        connection.close()
-        raise RoleDiedError(f"{start.name}: its process ended before it began ({e!r})") from e
 
 
 def _import_all(modules: Sequence[str]) -> None:
@@ -167,79 +50,131 @@ def _import_all(modules: Sequence[str]) -> None:
     print(f"imports took {time.monotonic() - began:.1f} s", flush=True)
 
 
-def _serve(listener: socket.socket) -> None:
-    """Fork for each connection; wake for the death of a role, to say how it ended."""
-    awake, wake = socket.socketpair()
-    awake.setblocking(False)
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    poller = select.poll()
-    poller.register(listener, select.POLLIN)
-    poller.register(awake, select.POLLIN)
-    children: dict[int, Start] = {}
-    used = time.monotonic()
-    while children or time.monotonic() - used < IDLE_S:
-        ready = {fd for fd, _ in poller.poll(POLL_S * 1000)}
-        with contextlib.suppress(BlockingIOError):
-            awake.recv(4096)
-        _reap(children)
-        if listener.fileno() not in ready:
-            continue
+class _Server:
+    """Forks for each request; wakes for the death of a role, to say how it ended."""
+
+    def __init__(self, listener: socket.socket, lock: int) -> None:
+        self._listener, self._lock = listener, lock
+        self._children: dict[int, Start] = {}
+        self._pending: dict[int, tuple[Connection, float]] = {}
+        """Who has connected and not yet asked, and until when."""
+        self._awake, self._wake = socket.socketpair()
+        self._awake.setblocking(False)
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._poller = select.poll()
+        self._poller.register(listener, select.POLLIN)
+        self._poller.register(self._awake, select.POLLIN)
+
+    def serve(self, idle_s: float) -> None:
+        """Until no role is alive and nobody has come for `idle_s`."""
         used = time.monotonic()
-        connection = Connection(listener.accept()[0].detach())
-        with contextlib.suppress(EOFError, OSError):
-            if connection.poll(POLL_S):
-                start = connection.recv()
-                children[_fork(listener, connection, start)] = start
-        connection.close()
+        while self._children or self._pending or time.monotonic() - used < idle_s:
+            ready = {fd for fd, _ in self._poller.poll(POLL_S * 1000)}
+            with contextlib.suppress(BlockingIOError):
+                self._awake.recv(4096)
+            self._reap()
+            if self._listener.fileno() in ready:
+                used = time.monotonic()
+                self._accept()
+            for fd in ready & self._pending.keys():
+                self._answer(fd)
+            self._forget_late()
 
+    def _accept(self) -> None:
+        try:
+            connection = Connection(self._listener.accept()[0].detach())
+        except OSError:
+            traceback.print_exc()  # gone again, or no descriptor is left
+            return
+        self._pending[connection.fileno()] = connection, time.monotonic() + REQUEST_S
+        self._poller.register(connection, select.POLLIN)
 
-def _fork(listener: socket.socket, connection: Connection, start: Start) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        listener.close()
+    def _answer(self, fd: int) -> None:
+        """Fork what is asked for. Whatever goes wrong is told to the client; the server goes on."""
+        connection = self._close_later(fd)
+        try:
+            start: Start = connection.recv()
+            self._children[self._fork(connection, start)] = start
+        except (EOFError, ConnectionError):
+            pass  # the client is gone
+        except Exception as e:
+            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                connection.send(f"{type(e).__name__}: {e}")
+        finally:
+            connection.close()
+
+    def _close_later(self, fd: int) -> Connection:
+        self._poller.unregister(fd)
+        return self._pending.pop(fd)[0]
+
+    def _forget_late(self) -> None:
+        now = time.monotonic()
+        for fd in [fd for fd, (_, until) in self._pending.items() if until < now]:
+            print(f"a client sent no request within {REQUEST_S:.0f} s", flush=True)
+            self._close_later(fd).close()
+
+    def _fork(self, connection: Connection, start: Start) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            self._leave()
+            from asyncrl.launch.processes.role_main import serve
+
+            connection.send(os.getpid())
+            serve(connection, start)
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _leave(self) -> None:
+        """In a fork: keep nothing that is the server's, its lock above all."""
+        os.close(self._lock)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        from asyncrl.launch.processes.role_main import serve
+        for part in (self._listener, self._awake, self._wake):
+            part.close()
+        for other, _ in self._pending.values():
+            other.close()
 
-        connection.send(os.getpid())
-        serve(connection, start)
-        code = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def _reap(children: dict[int, Start]) -> None:
-    """Forget who has ended; a signal's victim cannot say so itself."""
-    for pid in list(children):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended:
-            continue
-        start = children.pop(pid)
-        if os.WIFSIGNALED(status):
-            name = signal.Signals(os.WTERMSIG(status)).name
-            with contextlib.suppress(OSError), open(start.log_path, "a", encoding="utf-8") as log:
-                log.write(f"{start.name}: process {pid} was killed by {name}\n")
+    def _reap(self) -> None:
+        """Forget who has ended; a signal's victim cannot say so itself."""
+        for pid in list(self._children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            start = self._children.pop(pid)
+            if os.WIFSIGNALED(status):
+                name = signal.Signals(os.WTERMSIG(status)).name
+                with (
+                    contextlib.suppress(OSError),
+                    open(start.log_path, "a", encoding="utf-8") as log,
+                ):
+                    log.write(f"{start.name}: process {pid} was killed by {name}\n")
 
 
 def main() -> None:
-    """Import, then fork on request (arguments: the listening socket's descriptor, modules)."""
+    """Import, then fork on request.
+
+    Arguments: descriptors of the listening socket and of the locked folder, idle_s, modules.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener, lock = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     path = listener.getsockname()
     try:
-        _import_all(sys.argv[2:])
-        _serve(listener)
+        _import_all(sys.argv[4:])
+        _Server(listener, lock).serve(idle_s=float(sys.argv[3]))
     finally:
+        # The lock is ours until this process has ended, hence so is the socket.
         with contextlib.suppress(OSError):
             os.unlink(path)
             os.rmdir(os.path.dirname(path))  # on another machine than the launcher's

@@ -1,0 +1,162 @@
+"""Actors that die or stand still, two runs at once, two machines, one process."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from asyncrl.launch.reaper import processes_of
+from tests.helpers.run_checks import batches, check_law, check_recording, reconcile, trained_by
+from tests.helpers.runs import LaunchedRun
+
+pytestmark = [pytest.mark.run, pytest.mark.timeout(900)]
+
+
+def events_of(run, kind):
+    return [e for e in run.events() if e["event"] == kind]
+
+
+def step_of(run):
+    return max((r["step"] for r in batches(run)), default=0)
+
+
+def pid_of(run, name):
+    (pid,) = [p.pid for p in processes_of(run.run_id()) if p.name() == name]
+    return pid
+
+
+def test_actors_that_die_are_restarted_and_the_run_loses_nothing(start):
+    run = start("--actors", "2", "run.steps=40")
+    run.wait_for_step(2)
+    os.kill(pid_of(run, "actor-0-core"), signal.SIGKILL)
+    run.wait_for(lambda: events_of(run, "actor_died"), "the death of an engine noticed")
+    os.kill(pid_of(run, "actor-1"), signal.SIGKILL)
+    run.wait_for(lambda: len(events_of(run, "actor_restarted")) == 2, "both restarted")
+    assert run.wait() == 0, run.output
+    assert [e["actor"] for e in events_of(run, "actor_died")] == ["actor-0", "actor-1"]
+    summary = run.summary()
+    check_law(summary)
+    reconcile(run, 40, 32, killed=True)
+    check_recording(run, summary)
+    assert summary["ledger"]["dropped_stale"] == 0
+    run.nothing_left()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_a_random_actor_is_killed_at_a_random_moment(start, seed):
+    """Whatever it does then: starting, generating, pushing, taking weights."""
+    generator = random.Random(seed)
+    run = start("--actors", "3", "--learners", "2", "run.steps=40")
+    run.wait_for(lambda: (run.folder / "events.jsonl").exists(), "the first event")
+    part = generator.choice(["actor-{}", "actor-{}-core"]).format(generator.randrange(3))
+    run.wait_for(lambda: any(p.name() == part for p in processes_of(run.run_id())), part)
+    step = generator.randrange(12)
+    run.wait_for(lambda: step_of(run) >= step, f"step {step}")
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.process.wait(generator.random() * 2)
+    os.kill(pid_of(run, part), signal.SIGKILL)
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert (summary["ended"], summary["steps"]) == ("finished", 40)
+    check_law(summary)
+    reconcile(run, 40, 32, killed=True)
+    check_recording(run, summary)
+    assert len(events_of(run, "actor_died")) == 1
+    run.nothing_left()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", ["actor-1", "actor-1-core"])
+def test_the_others_go_on_while_one_stands_still_for_a_minute(start, part):
+    run = start("--actors", "3", "run.steps=100000", "rollout.lease_timeout_s=10")
+    run.wait_for_step(5)
+    stopped = psutil.Process(pid_of(run, part))
+    stopped.suspend()
+    seen = []
+    for _ in range(6):
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.process.wait(10)
+        seen.append(step_of(run))
+    stopped.resume()
+    print("steps every 10 s while it stood still:", seen)
+    assert seen[-1] > seen[3] > seen[2], "from half a minute on there is no doubt"
+    back = step_of(run)
+    run.wait_for_step(back + 20)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(120) == 0, run.output
+    summary = run.summary()
+    check_law(summary)
+    reconcile(run, summary["steps"], 32, killed=True)
+    run.nothing_left()
+
+
+def test_two_runs_at_once_do_not_meet(start):
+    first = start("run.steps=12", "run.seed=1")
+    second = start("run.steps=12", "run.seed=2")
+    for run in (first, second):
+        assert run.wait() == 0, run.output
+        check_law(run.summary())
+        reconcile(run, 12, 32)
+        run.nothing_left()
+    assert first.run_id() != second.run_id()
+
+
+# Ray takes 127.0.0.1 for "this machine's address in the network": 127.0.0.2 is loopback too.
+TWO_NODES = """
+import sys
+from ray.cluster_utils import Cluster
+here = {"num_cpus": 2, "node_ip_address": "127.0.0.2"}
+cluster = Cluster(initialize_head=True, head_node_args=here | {"resources": {"trains": 1}})
+cluster.add_node(**here, resources={"generates": 1})
+cluster.wait_for_nodes()
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture
+def two_nodes():
+    process = subprocess.Popen(
+        [sys.executable, "-c", TWO_NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, env=os.environ | {"RAY_worker_niceness": "0"},
+    )  # fmt: skip
+    address = process.stdout.readline().strip()
+    assert address.startswith("127.0.0.2:"), address
+    below = psutil.Process(process.pid).children(recursive=True)
+    yield address
+    process.stdin.close()
+    process.wait(120)
+    process.stdout.close()
+    for left in psutil.wait_procs(below, timeout=30)[1]:
+        left.kill()
+
+
+def test_a_cluster_of_two_nodes_with_actors_on_one_and_learners_on_the_other(start, two_nodes):
+    run = start(
+        "--actors", "2", "--learners", "2", "run.steps=8", f"cluster.address={two_nodes}",
+        "cluster.device=cpu", "cluster.placement=explicit",
+        "cluster.actor_places=[generates]", "cluster.learner_places=[trains]",
+    )  # fmt: skip
+    assert run.wait() == 0, run.output
+    check_law(run.summary())
+    reconcile(run, 8, 32)
+    assert trained_by(run) == {"actor-0", "actor-1"}
+    placed = {e["name"]: e["node"] for e in events_of(run, "placed")}
+    assert placed["learner-0"] == placed["learner-1"] == placed["buffer-0"]
+    assert placed["actor-0"] == placed["actor-1"] != placed["learner-0"]
+    run.nothing_left()
+
+
+def test_all_roles_in_one_process(start):
+    run = start("--debug", "run.steps=4", "--actors", "2")
+    assert run.wait() == 0, run.output
+    check_law(run.summary())
+    reconcile(run, 4, 32)
+    assert run.summary()["eval"]["4"]["prompts"] == 32
+    run.nothing_left()
