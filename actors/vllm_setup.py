@@ -59,12 +59,15 @@ def forked_core() -> Iterator[None]:
     vLLM spawns its CPU engines' processes, and each imports everything again: for a process
     without OpenMP threads or a GPU, as a role of the fork server is, there is no need.
     """
+    import torch
     from vllm.v1.engine import utils
 
     from asyncrl.actors.gloo_transfer import end_with_host
 
     class Core(ForkProcess):
         def run(self) -> None:
+            # A spawned core reads it on import; a fork keeps the count of the fork server.
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             end_with_host()  # which a spawned core does by importing gloo_transfer
             name_process(f"{Path('/proc/self/comm').read_text().strip()}-core")
             super().run()

@@ -259,7 +259,7 @@ class ActorWorker:
         assert self.loop is not None
         meter = ActorMeter(self.loop, self.reward, self.shares)
         return Pulse(
-            s.hub_endpoint, "actor", s.rank, waits=self.waits, metrics=[meter.read],
+            self.hub, waits=self.waits, metrics=[meter.read],
             position=lambda: (self._step_of(self.engine.applied), self.engine.applied),
             children=True,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Records on their way to the one writer.
 
     role ──Record (ZeroMQ PUSH)──► Hub (PULL, a thread of the launcher)
-                                    ├──► board (in memory, at once)
+                                    ├──► listeners (in memory, at once): board, fleet
                                     └──► each sink's queue ──► metrics.jsonl, wandb, ...
 
 Nobody waits for anybody: what does not fit in a role's socket is counted in
@@ -12,6 +12,7 @@ Nobody waits for anybody: what does not fit in a role's socket is counted in
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,10 @@ DRAIN_S = 5.0
 
 
 class HubClient:
-    """A role's end of the hub. Never blocks; used from one thread."""
+    """A role's end of the hub, for all its threads: records arrive in the order of `emit`.
+
+    Never blocks but for another thread's `emit`.
+    """
 
     def __init__(self, endpoint: str, role: str, rank: int = 0) -> None:
         self._context = zmq.Context()
@@ -43,6 +47,7 @@ class HubClient:
         self._socket.setsockopt(zmq.SNDHWM, 10_000)
         self._socket.connect(endpoint)
         self._role, self._rank = role, rank
+        self._lock = threading.Lock()
         self._dropped = 0
 
     def emit(
@@ -58,30 +63,38 @@ class HubClient:
     ) -> None:
         """Send a record (fields as in `wire.Record`)."""
         values = dict(metrics or {})
-        if self._dropped:
-            values["hub/records_dropped"] = self._dropped
-        record = wire.Record(
-            role=self._role, rank=self._rank, step=step, version=version,
-            incarnation=incarnation, metrics=values, hist=dict(hist or {}),
-            event=None if event is None else dict(event), waits=waits,
-        )  # fmt: skip
-        try:
-            self._socket.send_multipart(wire.encode(record), flags=zmq.NOBLOCK)
-        except zmq.Again:
-            self._dropped += 1
+        with self._lock:
+            if self._dropped:
+                values["hub/records_dropped"] = self._dropped
+            record = wire.Record(
+                role=self._role, rank=self._rank, step=step, version=version,
+                incarnation=incarnation, metrics=values, hist=dict(hist or {}),
+                event=None if event is None else dict(event), waits=waits, pid=os.getpid(),
+            )  # fmt: skip
+            try:
+                self._socket.send_multipart(wire.encode(record), flags=zmq.NOBLOCK)
+            except zmq.Again:
+                self._dropped += 1
 
     def close(self) -> None:
-        """Send what is queued, for at most 2 s, and end."""
-        self._socket.close()
+        """Send what is queued, for at most 2 s, and end; close the pulse before."""
+        with self._lock:
+            self._socket.close()
         self._context.term()
+
+
+Listener = Callable[[Mapping[str, Any]], None]
+"""Takes each record at once, in the hub's thread: one that only remembers, and is quick."""
+IN_MEMORY = ("waits", "pid")
+"""Fields of a record that listeners see and sinks do not."""
 
 
 class Hub:
     """The single writer of a run's records: a thread of the launcher, and one for each sink.
 
     Args:
-        sinks: each gets its own queue and thread; all see the records in the same order. One
-            that is `in_memory` is called at once instead, and sees `waits` too.
+        sinks: each gets its own queue and thread; all see the records in the same order.
+        listeners: each is called with every record, before the sinks have it (`listen`).
         run_id: stamped on each record.
         host: address to bind.
         queue_records: how many records may wait for a sink that is not lossless.
@@ -89,15 +102,11 @@ class Hub:
 
     def __init__(
         self, sinks: Sequence[MetricSink], *, run_id: str, host: str = "127.0.0.1",
-        queue_records: int = QUEUE_RECORDS, clock: Callable[[], float] = time.monotonic,
+        listeners: Sequence[Listener] = (), queue_records: int = QUEUE_RECORDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._direct: list[MetricSink] = []
-        self._outlets: list[Outlet] = []
-        for sink in sinks:
-            if getattr(sink, "in_memory", False):
-                self._direct.append(sink)
-            else:
-                self._outlets.append(Outlet(sink, queue_records))
+        self._listeners = list(listeners)
+        self._outlets = [Outlet(sink, queue_records) for sink in sinks]
         self._run_id = run_id
         self._clock = clock
         self._started = clock()
@@ -107,7 +116,7 @@ class Hub:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self.malformed = 0
-        self._direct_failed = False
+        self._failed: set[Listener] = set()
         self._lock = threading.Lock()
         self._closing_since: float | None = None
         self._thread = threading.Thread(target=self._loop, name="metrics-hub", daemon=True)
@@ -136,24 +145,24 @@ class Hub:
         line = msgspec.to_builtins(record)
         for extra in ("type", "schema", "req"):
             line.pop(extra, None)
-        waits = line.pop("waits", None)
+        in_memory = {name: line.pop(name, None) for name in IN_MEMORY}
         with self._lock:
             line |= {"run_id": self._run_id, "wall_s": round(self._clock() - self._started, 3)}
-            for sink in self._direct:
+            for listener in self._listeners:
                 try:
-                    sink.write(line | {"waits": waits})
+                    listener(line | in_memory)
                 except Exception:
-                    if not self._direct_failed:
-                        self._direct_failed = True
-                        log.exception("%s failed; it is tried again", type(sink).__name__)
+                    if listener not in self._failed:
+                        self._failed.add(listener)
+                        log.exception("%s failed; it is tried again", listener)
             if line["metrics"] or line["hist"] or line["event"] is not None:
                 for outlet in self._outlets:
                     outlet.put(line)
 
-    def add(self, sink: MetricSink) -> None:
-        """A further sink that only remembers: called at once, with each record from now on."""
+    def listen(self, listener: Listener) -> None:
+        """Call `listener` with each record from now on, `waits` and `pid` included."""
         with self._lock:
-            self._direct.append(sink)
+            self._listeners.append(listener)
 
     def metrics(self) -> dict[str, float]:
         """Losses so far, for the launcher's own records; only what is not 0."""

@@ -261,6 +261,8 @@ class Record(Message, frozen=True, kw_only=True, tag="record"):
     event: dict[str, Any] | None = None
     waits: tuple[OpenWait, ...] | None = None
     """All open waits of the process; None where the record does not speak of them."""
+    pid: int | None = None
+    """Of the process that writes: another one than before is a restart."""
 
 
 AnyMessage = (

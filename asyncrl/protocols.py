@@ -128,7 +128,7 @@ class Scorer(Protocol):
 
 
 class MetricSink(Protocol):
-    """A consumer of records (metrics.jsonl, the console, wandb)."""
+    """A consumer of records (metrics.jsonl, wandb)."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one record (the fields of docs/metrics.md)."""

@@ -1,6 +1,6 @@
 """The sign of life of a process: about once a second, what it waits for and what it costs.
 
-    Pulse (a daemon thread) ──Record(waits, time/*, host/*)──► Hub
+    Pulse (a daemon thread) ──Record(waits, time/*, host/*)──► the role's HubClient ──► Hub
 
 It goes on when the role's own thread or event loop is blocked, which is when one wants to know.
 """
@@ -93,8 +93,7 @@ class Pulse:
     """Sends a record a second until `close`; nothing that goes wrong in it reaches the role.
 
     Args:
-        endpoint: of the hub; the pulse has a client of its own.
-        role: whose records these are, with `rank`.
+        client: of the role; to be closed after the pulse.
         waits: the process's registry; its long waits are logged from here, too.
         position: last completed step and applied version.
         metrics: called once a second, in the pulse's thread; each gives some metrics.
@@ -103,11 +102,11 @@ class Pulse:
     """
 
     def __init__(
-        self, endpoint: str, role: str, rank: int = 0, *, waits: Waits,
+        self, client: HubClient, *, waits: Waits,
         position: Callable[[], tuple[int, Version]], metrics: Sequence[Metrics] = (),
         children: bool = True, every_s: float = EVERY_S,
     ) -> None:  # fmt: skip
-        self._endpoint, self._role, self._rank = endpoint, role, rank
+        self._client = client
         self._waits, self._position, self._children = waits, position, children
         self._metrics = tuple(metrics)
         self._every_s = every_s
@@ -123,25 +122,23 @@ class Pulse:
 
     def _run(self) -> None:
         try:
-            client = HubClient(self._endpoint, self._role, self._rank)
             meter = ProcessMeter(self._children)
         except Exception:
             log.exception("%s has no pulse", self._waits.name)
             return
         sources = [*self._metrics, meter.read]
-        self._guarded(self._beat, client, sources)
+        self._guarded(self._beat, sources)
         while not self._end.wait(self._every_s):
-            self._guarded(self._beat, client, sources)
-        self._guarded(self._beat, client, sources)
-        self._guarded(client.close)
+            self._guarded(self._beat, sources)
+        self._guarded(self._beat, sources)
 
-    def _beat(self, client: HubClient, sources: Sequence[Metrics]) -> None:
+    def _beat(self, sources: Sequence[Metrics]) -> None:
         self._waits.warn()
         values: dict[str, float] = {}
         for source in sources:
             values |= self._guarded(source) or {}
         step, version = self._position()
-        client.emit(
+        self._client.emit(
             values, step=step, version=version.version, incarnation=version.incarnation,
             waits=self._waits.open(),
         )  # fmt: skip

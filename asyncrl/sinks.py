@@ -3,8 +3,7 @@
     Hub.write ──► queue (bounded) ──► thread ──► sink.write
 
 A sink that is slow, hangs or fails loses records of its own; what it loses is counted. A sink
-may say `lossless = True` (the run's files: a queue without a bound) or `in_memory = True` (the
-console's board: no queue, it is called at once).
+may say `lossless = True` (the run's files): its queue has no bound.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Plan:
     """Longest life of a run."""
 
 
-FULL = Plan(staleness=(0, 1, 2, 4, 8), steps=20, skip=4, repeats=3, rewards=True)
+FULL = Plan(staleness=(0, 1, 2, 4, 8), steps=14, skip=4, repeats=3, rewards=True)
 QUICK = Plan(staleness=(0, 2), steps=6, skip=2, repeats=1, rewards=False)
 
 
@@ -229,7 +229,7 @@ def measure(report: Report, given: argparse.Namespace) -> None:
         numbers = count()
         runs = in_turns(
             {s: partial(side, Path(scratch), numbers, s, plan, batch_size) for s in settings},
-            plan.repeats,
+            given.repeats or plan.repeats,
         )
     summarise(report, runs, plan)
 

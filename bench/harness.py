@@ -227,6 +227,7 @@ def parser(about: str) -> argparse.ArgumentParser:
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--quick", action="store_true", help="fewer repeats: less than five minutes")
+    p.add_argument("--repeats", type=int, metavar="N", help="repeats of each side")
     p.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
     return p
 

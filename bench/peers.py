@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -188,6 +188,7 @@ def measure(report: Report, given: argparse.Namespace) -> None:
     if given.variant not in VARIANTS:
         raise BenchError(f"--trl-variant {given.variant}: expected one of {', '.join(VARIANTS)}")
     plan = QUICK if given.quick else FULL
+    plan = replace(plan, cap_s=given.cap_s or plan.cap_s)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         base, numbers = Path(scratch), count()
         runs = in_turns(
@@ -195,7 +196,7 @@ def measure(report: Report, given: argparse.Namespace) -> None:
                 "asyncrl": partial(asyncrl_side, base, numbers, plan),
                 "trl": partial(trl_side, base, numbers, plan, given.variant),
             },
-            plan.repeats,
+            given.repeats or plan.repeats,
         )
     summarise(report, runs, plan, given.variant)
 
@@ -253,6 +254,10 @@ def main() -> int:
     p.add_argument(
         "--trl-variant", dest="variant", default="autocast", metavar="NAME",
         help="settings of TRL, from trl_grpo.py (default: the best on CPU)",
+    )  # fmt: skip
+    p.add_argument(
+        "--cap-s", type=float, metavar="S",
+        help="end a side that has not reached the target by then (default 1200)",
     )  # fmt: skip
     return run_bench("peers", p, measure)
 

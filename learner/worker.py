@@ -97,7 +97,7 @@ class LearnerWorker:
         )  # fmt: skip
         self.hub = HubClient(s.hub_endpoint, "learner", s.rank)
         self.pulse = Pulse(
-            s.hub_endpoint, "learner", s.rank, waits=self.waits, metrics=[self.shares.metrics],
+            self.hub, waits=self.waits, metrics=[self.shares.metrics],
             position=lambda: (self.step, self.version), children=False,
         )  # fmt: skip
         self.ids = IdLog(s.ids_path)

@@ -1,5 +1,6 @@
 """Where a process's time goes, and its pulse."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.hub import Hub
+from asyncrl.hub import Hub, HubClient
 from asyncrl.metrics import STATES, IdleMeter, TimeShares
 from asyncrl.pulse import ProcessMeter, Pulse
 from asyncrl.types import Version
@@ -84,9 +85,7 @@ def test_threads_may_share_a_process_s_time():
 
 
 class Kept:
-    """A sink that remembers, and can be waited on."""
-
-    in_memory = True
+    """A listener that remembers, and can be waited on."""
 
     def __init__(self):
         self.records = []
@@ -96,9 +95,6 @@ class Kept:
         with self._changed:
             self.records.append(record)
             self._changed.notify_all()
-
-    def close(self):
-        pass
 
     def wait_for(self, condition, timeout=30):
         with self._changed:
@@ -115,15 +111,22 @@ def kept():
 
 @pytest.fixture
 def hub(kept):
-    hub = Hub([kept], run_id="r")
+    hub = Hub([], listeners=[kept.write], run_id="r")
     yield hub
     hub.close()
 
 
-def test_pulse_tells_waits_time_and_cost_while_the_role_is_blocked(hub, kept):
+@pytest.fixture
+def client(hub):
+    client = HubClient(hub.endpoint, "learner", 1)
+    yield client
+    client.close()
+
+
+def test_pulse_tells_waits_time_and_cost_while_the_role_is_blocked(client, kept):
     shares, waits = TimeShares(), Waits("learner-1")
     pulse = Pulse(
-        hub.endpoint, "learner", 1, waits=waits, position=lambda: (3, Version(0, 2)),
+        client, waits=waits, position=lambda: (3, Version(0, 2)),
         metrics=[shares.metrics], every_s=0.15,
     )  # fmt: skip
     with shares.state("get_wait"), waits.on("batch 4", owner="buffer-0", deadline_s=9.0):
@@ -132,6 +135,7 @@ def test_pulse_tells_waits_time_and_cost_while_the_role_is_blocked(hub, kept):
     assert (record["role"], record["rank"], record["step"], record["version"]) == (
         "learner", 1, 3, 2,
     )  # fmt: skip
+    assert record["pid"] == os.getpid()
     (wait,) = record["waits"]
     assert (wait["what"], wait["on"]) == ("batch 4", "buffer-0")
     assert 0 < wait["deadline_s"] <= 9.0
@@ -145,12 +149,12 @@ def test_pulse_tells_waits_time_and_cost_while_the_role_is_blocked(hub, kept):
     pulse.close()
 
 
-def test_pulse_survives_what_it_is_given(hub, kept, caplog):
+def test_pulse_survives_what_it_is_given(client, kept, caplog):
     def broken():
         raise RuntimeError("no such engine")
 
     pulse = Pulse(
-        hub.endpoint, "actor", 0, waits=Waits("actor-0"), position=lambda: (0, Version(0, 0)),
+        client, waits=Waits("actor-0"), position=lambda: (0, Version(0, 0)),
         metrics=[broken, lambda: {"actor/in_flight": 2.0}], every_s=0.02,
     )  # fmt: skip
     for _ in range(3):
@@ -160,13 +164,13 @@ def test_pulse_survives_what_it_is_given(hub, kept, caplog):
     assert len(caplog.records) == 1
 
 
-def test_pulse_without_a_position_says_nothing_and_ends(hub, kept, caplog):
+def test_pulse_without_a_position_says_nothing_and_ends(client, kept, caplog):
     def position():
         raise AttributeError("not set up")
 
     asked = threading.Event()
     pulse = Pulse(
-        hub.endpoint, "actor", 0, waits=Waits("actor-0"), position=position,
+        client, waits=Waits("actor-0"), position=position,
         metrics=[lambda: asked.set() or {}], every_s=0.02,
     )  # fmt: skip
     assert asked.wait(30)
@@ -176,7 +180,7 @@ def test_pulse_without_a_position_says_nothing_and_ends(hub, kept, caplog):
     assert len(caplog.records) == 1
 
 
-def test_pulse_logs_waits_that_grow_long(hub, caplog):
+def test_pulse_logs_waits_that_grow_long(client, caplog):
     logged = threading.Event()
     waits = Waits("actor-0", warn_s=0.01)
     warn = waits.warn
@@ -187,21 +191,18 @@ def test_pulse_logs_waits_that_grow_long(hub, caplog):
             logged.set()
 
     waits.warn = warn_and_tell
-    pulse = Pulse(
-        hub.endpoint, "actor", 0, waits=waits, position=lambda: (0, Version(0, 0)), every_s=0.02
-    )
+    pulse = Pulse(client, waits=waits, position=lambda: (0, Version(0, 0)), every_s=0.02)
     with waits.on("leases", owner="buffer-0"):
         assert logged.wait(30)
     pulse.close()
 
 
 def test_pulse_ends_when_nobody_listens():
-    pulse = Pulse(
-        "tcp://127.0.0.1:1", "actor", 0, waits=Waits("actor-0"),
-        position=lambda: (0, Version(0, 0)), every_s=0.02,
-    )  # fmt: skip
+    client = HubClient("tcp://127.0.0.1:1", "actor")
+    pulse = Pulse(client, waits=Waits("actor-0"), position=lambda: (0, Version(0, 0)), every_s=0.02)
     began = time.monotonic()
     pulse.close()
+    client.close()
     assert time.monotonic() - began < 10
 
 

@@ -16,7 +16,7 @@ import sys
 from typing import BinaryIO
 
 from asyncrl.actors.rewards.frames import Ready, Score, Scored, pack, read, request_decoder
-from asyncrl.actors.rewards.registry import as_reward, resolve_reward
+from asyncrl.actors.rewards.registry import as_reward, describe, resolve_reward
 from asyncrl.errors import UserError
 from asyncrl.protocols import Reward
 
@@ -44,8 +44,7 @@ def _score(function: Reward, request: Score) -> Scored:
     try:
         return Scored(as_reward(function(request.prompt, request.response, request.finish_reason)))
     except BaseException as e:  # whatever it raises, SystemExit included, is its failure
-        text = " ".join(str(e).split())[:300]
-        return Scored(error=f"{type(e).__name__}: {text}" if text else type(e).__name__)
+        return Scored(error=describe(e))
 
 
 def main(spec: str, parent: int) -> None:

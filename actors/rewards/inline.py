@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from asyncrl.actors.rewards.registry import as_reward, resolve_reward, reward_spec
+import bdb
+
+from asyncrl.actors.rewards.registry import as_reward, describe, resolve_reward, reward_spec
 from asyncrl.config.schema import TaskConfig
-from asyncrl.errors import RewardError
+from asyncrl.errors import RewardError, UserError
 from asyncrl.types import Prompt
 
 
@@ -29,12 +31,15 @@ class InlineReward:
 
         Raises:
             RewardError: the function raised, or returned no finite number.
+            UserError: the user quit the debugger in it.
         """
         try:
             return as_reward(self._function(prompt, response, finish_reason))
+        except bdb.BdbQuit:
+            raise UserError("quit in the debugger") from None
         except Exception as e:
             self.errors += 1
-            raise RewardError(f"reward {self.spec}: {type(e).__name__}: {e}") from e
+            raise RewardError(f"reward {self.spec}: {describe(e)}") from e
 
     async def close(self) -> None:
         """Nothing to end."""

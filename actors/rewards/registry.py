@@ -87,3 +87,13 @@ def as_reward(value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"returned {number}, expected a finite number")
     return number
+
+
+def describe(error: BaseException) -> str:
+    """A reward's exception in one line.
+
+    >>> describe(KeyError("answer")), describe(ValueError())
+    ("KeyError: 'answer'", 'ValueError')
+    """
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -43,12 +43,11 @@ def launch(
         print(describe(plan))
         return
 
-    from asyncrl.config.render import to_yaml
     from asyncrl.launch import launch as start
 
     code = start(
         resolved.config,
-        config_text=to_yaml(resolved.config, resolved.sources),
+        sources=resolved.sources,
         preset=resolved.name,
         model_path=str(plan.model_path),
         debug=debug,

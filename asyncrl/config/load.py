@@ -107,7 +107,10 @@ def show(value: Any) -> str:
 
 def _take_file(path: Path, given: dict[str, _Given], problems: list[str]) -> None:
     shown = path.name if path.is_relative_to(sources.SHIPPED) else str(path)
-    for key, entry in reader.read_file(path).items():
+    entries = reader.read_file(path)
+    if sources.is_resolved(path):
+        shown += sources.RESOLVED_MARK
+    for key, entry in entries.items():
         place = f"{shown}:{entry.line}"
         if key in fields.leaves():
             given[key] = _Given(entry.value, place)

@@ -49,3 +49,15 @@ def summary(path: Path) -> str:
     with path.open(encoding="utf-8") as f:
         first = f.readline().strip()
     return first.lstrip("# ") if first.startswith("#") else ""
+
+
+RESOLVED = "# Resolved by asyncrl: --config with this file runs it again."
+"""First line of a run's config.yaml."""
+RESOLVED_MARK = " (resolved)"
+"""Follows the name of such a file where a value's origin is told."""
+
+
+def is_resolved(path: Path) -> bool:
+    """Whether a file holds every setting of a run, those without effect in it included."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.readline().startswith(RESOLVED)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,14 @@ __all__ = ["launch"]
 
 
 def launch(
-    config: Config, *, config_text: str, preset: str, model_path: str, debug: bool = False
-) -> int:
+    config: Config, *, sources: Mapping[str, str], preset: str, model_path: str,
+    debug: bool = False,
+) -> int:  # fmt: skip
     """Run to the end; the exit code: 0 also after an orderly Ctrl-C, 130 after a second one.
 
     Args:
         config: checked by preflight.
-        config_text: the resolved configuration, written to config.yaml.
+        sources: where each value comes from, for config.yaml.
         preset: name of the configuration, the start of the folder's default name.
         model_path: folder of the model.
         debug: all roles in this process (`asyncrl.launch.debug`).
@@ -38,6 +40,8 @@ def launch(
     Raises:
         AsyncRLError: a role died for good, or nothing became ready in time.
     """
+    from asyncrl.config.render import to_yaml
+    from asyncrl.config.sources import RESOLVED
     from asyncrl.launch.folder import RunFolder
     from asyncrl.launch.interrupt import Interrupt
     from asyncrl.launch.placement import place
@@ -46,10 +50,10 @@ def launch(
     if debug:
         from asyncrl.launch.debug import for_debugging
 
-        config = for_debugging(config)
+        config, sources = for_debugging(config, sources)
     placement = place(config)
     folder = RunFolder(config, preset)
-    folder.create(config_text)
+    folder.create(f"{RESOLVED}\n{to_yaml(config, sources)}")
     run_id = f"{folder.name}-{uuid.uuid4().hex[:8]}"
     os.environ[MARK] = run_id
     # Sockets of Ray and vLLM: a short path, of this run alone, that goes with it.
@@ -93,10 +97,12 @@ def _debug(
     from asyncrl.actors.vllm_setup import engine_environment
     from asyncrl.launch.debug import DebugRun
     from asyncrl.launch.desk import Desk
+    from asyncrl.launch.processes.hosts import OFFLINE
 
     threads = placement.actor_threads
     os.environ.update(
-        engine_environment(device="cpu", threads=threads, eager=config.engine.enforce_eager)
+        OFFLINE
+        | engine_environment(device="cpu", threads=threads, eager=config.engine.enforce_eager)
     )
     desk = Desk(config, folder, run_id, sys.stdout, _began())
     return DebugRun(desk, placement, model_path).go()
@@ -116,7 +122,7 @@ def _tidy(guard: Guard, run_id: str, scratch: str) -> None:
 def _import_ahead(config: Config, threads: int, scratch: str, log_path: str) -> None:
     """Start this machine's fork server, whose imports then run beside the start of Ray."""
     from asyncrl.actors.vllm_setup import engine_environment
-    from asyncrl.launch.processes.forkserver import ensure
+    from asyncrl.launch.processes.start import ensure
 
     env = engine_environment(device="cpu", threads=threads, eager=config.engine.enforce_eager)
     ensure(scratch, env, log_path)

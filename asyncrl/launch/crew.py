@@ -78,7 +78,7 @@ class Crew:
             self.config, self.cluster, spec_of=lambda rank: self.spec_of(f"actor-{rank}"),
             log_of=self.folder.log_of, tell=self.desk.event, gone=self.actor_gone,
         )  # fmt: skip
-        self.desk.hub.add(self.fleet)
+        self.desk.hub.listen(self.fleet.write)
         self.fleet.start()
 
     def _start_buffer(self) -> None:
@@ -122,7 +122,7 @@ class Crew:
 
         timeout = self.config.cluster.ready_timeout_s
         deadline = time.monotonic() + timeout
-        with self.desk.waits.on(f"{name} to start", owner=name, deadline_s=timeout):
+        with self.desk.waits.on(f"{name} to start", deadline_s=timeout):
             while not ray.wait([ref], timeout=TICK_S)[0]:
                 self.desk.view.refresh()
                 if self._interrupt.count:

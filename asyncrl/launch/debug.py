@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from asyncrl.buffer.client import BufferClient
@@ -31,8 +31,11 @@ END_S = 60.0
 """How long the actors may take to end after the learner."""
 
 
-def for_debugging(config: Config) -> Config:
+def for_debugging(config: Config, sources: Mapping[str, str]) -> tuple[Config, dict[str, str]]:
     """The configuration as `--debug` runs it: one learner rank, and no deadline that matters.
+
+    Args:
+        sources: where each value comes from; returned with those that are changed here.
 
     Raises:
         ConfigError: it needs GPUs, which one process cannot share out.
@@ -43,18 +46,18 @@ def for_debugging(config: Config) -> Config:
             "set cluster.device=cpu and leave cluster.address out"
         )
 
-    def part(name: str, **values: Any) -> Any:
-        return getattr(config, name).model_copy(update=values)
-
-    return config.model_copy(update={
-        "rollout": part("rollout", lease_timeout_s=PATIENCE_S),
-        "weights": part("weights", timeout_s=PATIENCE_S),
-        "cluster": part(
-            "cluster", device="cpu", learners=1, silent_after_s=PATIENCE_S,
-            ready_timeout_s=PATIENCE_S,
-        ),
-        "log": part("log", console="plain"),
-    })  # fmt: skip
+    changes: dict[str, dict[str, Any]] = {
+        "rollout": {"lease_timeout_s": PATIENCE_S},
+        "weights": {"timeout_s": PATIENCE_S},
+        "cluster": {
+            "device": "cpu", "learners": 1, "silent_after_s": PATIENCE_S,
+            "ready_timeout_s": PATIENCE_S,
+        },
+        "log": {"console": "plain"},
+    }  # fmt: skip
+    parts = {name: getattr(config, name).model_copy(update=c) for name, c in changes.items()}
+    changed = {f"{part}.{name}": "--debug" for part, c in changes.items() for name in c}
+    return config.model_copy(update=parts), {**sources, **changed}
 
 
 class DebugRun:
@@ -100,7 +103,9 @@ class DebugRun:
             self._over.set()
             stats = None
             with contextlib.suppress(AsyncRLError):
-                stats = last_stats(client, Version(0, self.desk.board.version)) if client else None
+                if client is not None:
+                    version = Version(0, self.desk.board.version)
+                    stats = last_stats(client, version, self.desk.waits)
             self.desk.summarise(stats, self.ended, self.reason)
         if self._errors:
             raise self._errors[0]

@@ -1,7 +1,7 @@
 """The launcher's desk: where records arrive and what is shown and written of a run.
 
-records ──► Hub ──► metrics.jsonl, events.jsonl, Board, further sinks
-                      Board ──► ConsoleView, summary.json
+records ──► Hub ──► metrics.jsonl, events.jsonl, further sinks
+             └────► Board ──► ConsoleView, status.json, summary.json
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TextIO
 from asyncrl import wire
 from asyncrl.buffer.client import BufferClient
 from asyncrl.config.schema import Config
-from asyncrl.hub import Hub
+from asyncrl.hub import Hub, HubClient
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.placement import launcher_address
 from asyncrl.monitor.board import Board
@@ -30,8 +30,8 @@ RECORDED_S = 10.0
 """How long the recording may take to be on the disk at the end of a run."""
 
 
-def last_stats(client: BufferClient, version: Version) -> wire.Stats:
-    """The ledger's last counts, once everything is recorded.
+def last_stats(client: BufferClient, version: Version, waits: Waits) -> wire.Stats:
+    """The ledger's last counts, once everything is recorded or RECORDED_S is over.
 
     Raises:
         AsyncRLError: the buffer is gone.
@@ -39,10 +39,13 @@ def last_stats(client: BufferClient, version: Version) -> wire.Stats:
     stats = client.stats()
     if stats.state != "done":  # a run that broke: no learner has said so
         client.stop("the run failed or was ended", final=version)
-    deadline = time.monotonic() + RECORDED_S
-    while stats.gauges.get("record/waiting") and time.monotonic() < deadline:
-        time.sleep(0.05)
         stats = client.stats()
+    deadline = time.monotonic() + RECORDED_S
+    with waits.on("the recording to be on the disk", "buffer-0", RECORDED_S) as wait:
+        while (left := stats.gauges.get("record/waiting")) and time.monotonic() < deadline:
+            wait.owner = f"buffer-0: {left:.0f} samples left"
+            time.sleep(0.05)
+            stats = client.stats()
     return stats
 
 
@@ -54,13 +57,17 @@ class Desk:
     ) -> None:
         self.config, self.folder, self.run_id = config, folder, run_id
         self.board = Board(config, started=began)
-        self.hub = Hub(self._sinks(), run_id=run_id, host=launcher_address(config.cluster.address))
+        self.hub = Hub(
+            self._sinks(), run_id=run_id, host=launcher_address(config.cluster.address),
+            listeners=[self.board.write],
+        )  # fmt: skip
         self.waits = Waits("launcher", config.log.wait_warn_s)
         self._status = StatusFile(
             os.path.join(folder.path, "status.json"), self.board, run_id=run_id, run=folder.name
         )
+        self._client = HubClient(self.hub.endpoint, "launcher")
         self._pulse = Pulse(
-            self.hub.endpoint, "launcher", 0, waits=self.waits, position=self.board.position,
+            self._client, waits=self.waits, position=self.board.position,
             metrics=[self.hub.metrics, self.board.fleet.metrics], children=False,
         )  # fmt: skip
         self.view = ConsoleView(
@@ -69,7 +76,7 @@ class Desk:
 
     def _sinks(self) -> list[MetricSink]:
         log, folder = self.config.log, self.folder
-        sinks: list[MetricSink] = [JsonlSink(folder.metrics, folder.events), self.board]
+        sinks: list[MetricSink] = [JsonlSink(folder.metrics, folder.events)]
         if log.wandb != "off":
             from asyncrl.launch.sinks.wandb import WandbSink
 
@@ -126,6 +133,7 @@ class Desk:
         """Write summary.json and say the last lines; nothing is taken in afterwards."""
         self.board.stats = stats or self.board.stats
         self._pulse.close()
+        self._client.close()
         self.hub.drain()
         self.tell_evals(at_end=True)
         self.hub.close()

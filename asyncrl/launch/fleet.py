@@ -64,7 +64,7 @@ class Slot:
 
 
 class Fleet:
-    """All actors of a run. A MetricSink too: records tell which process has produced samples.
+    """All actors of a run. `write` is to hear the records: they tell which process produces.
 
     Args:
         spec_of: what the actor of a rank is made from.
@@ -102,9 +102,6 @@ class Fleet:
         if record["role"] == "actor" and record["metrics"].get("actor/samples_pushed", 0) > 0:
             slot = self.slots[record["rank"]]
             slot.produced = slot.state == "running"
-
-    def close(self) -> None:
-        """Nothing to end: the cluster ends the hosts."""
 
     # --- what happens to them ----------------------------------------------------------------
 

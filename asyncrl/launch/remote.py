@@ -23,9 +23,10 @@ def result(ref: Any, name: str, log: str) -> Any:
         cause = e.cause if isinstance(e.cause, BaseException) else e
         if not isinstance(cause, RoleDiedError):
             if isinstance(cause, AsyncRLError):
-                raise type(cause)(f"{name}: {cause} (log: {log})") from None
+                words = str(cause).removeprefix(f"{name}: ")
+                raise type(cause)(f"{name}: {words} (log: {log})") from None
             raise RoleDiedError(f"{name} failed: {str(cause).strip()} (log: {log})") from None
     except ray.exceptions.RayActorError:
         pass
     words = last_words(log) or "its log says nothing of why: killed, or out of memory?"
-    raise RoleDiedError(f"{name} died: {words} (log: {log})")
+    raise RoleDiedError(f"{name} died: {words.removeprefix(f'{name}: ')} (log: {log})")

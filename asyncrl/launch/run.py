@@ -127,9 +127,12 @@ class Run:
         """A call of an actor has ended, well or not."""
         was = slot.state
         self.crew.fleet.ended(slot, partial(self.crew.result_of, ref, slot.name))
+        if slot.state == "ready" and slot.restarts:
+            self.desk.view.say(f"{slot.name} is back")
         if slot.why and slot.state in ("backoff", "gone"):
-            again = {"backoff": "restarting", "gone": "not restarted"}[slot.state]
-            self.desk.view.say(f"{slot.name} ended while {was}: {slot.why}; {again}")
+            left = len(self.crew.fleet.in_state("starting", "ready", "running", "backoff"))
+            then = "restarting" if slot.state == "backoff" else f"given up, {left} actors go on"
+            self.desk.view.say(f"{slot.name}, {was}: {slot.why}; {then}")
 
     def role_ended(self, ref: Any) -> None:
         """A call of the buffer or a learner has ended."""
@@ -166,7 +169,8 @@ class Run:
     def look_at_clock(self) -> None:
         """stop.wall_s: ask for the end once the time is up."""
         limit = self.config.stop.wall_s
-        if limit is None or self.reason or time.monotonic() - self.desk.board.started < limit:
+        over = self.reason or "learner-0" in self._done
+        if limit is None or over or time.monotonic() - self.desk.board.started < limit:
             return
         if self.crew.client is not None:
             reason = f"stop.wall_s={limit:g} reached"
@@ -205,7 +209,8 @@ class Run:
         stats = None
         if self.crew.client is not None:
             try:
-                stats = last_stats(self.crew.client, Version(0, self.desk.board.version))
+                version = Version(0, self.desk.board.version)
+                stats = last_stats(self.crew.client, version, self.desk.waits)
             except AsyncRLError as e:
                 self.desk.view.say(f"the ledger's last counts are not to be had: {e}")
         self.desk.summarise(stats, self.ended, self.reason)

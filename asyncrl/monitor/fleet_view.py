@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 RoleState = Literal["starting", "alive", "restarting", "dead", "finished"]
+_STARTING = ("starting", "restarting")
 _ENDED = ("dead", "finished")
 _KINDS = ("launcher", "buffer", "learner", "actor")
+_LOADING = {"actor": "loading the engine", "learner": "loading the model"}
+"""What a role of a kind does while it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,10 @@ class RoleView:
     restarts: int = 0
     version: int | None = None
     """Of its last record: what an actor's engine runs, what the learner has published."""
-    phase: str = ""
-    """What it says it is doing while it starts, e.g. "loading weights"."""
     done: str = ""
-    """The last phase of its start that it has told the end of."""
-    phase_since: float = 0.0
-    """When its start or its phase began, or the last one ended."""
+    """The last phase of its start that it has told the end of, e.g. "engine"."""
+    doing_since: float = 0.0
+    """When its start began, or that phase ended."""
     heard: float | None = None
     """When its last record came."""
     waits: tuple[Mapping[str, Any], ...] = ()
@@ -49,9 +50,12 @@ class RoleView:
     @property
     def doing(self) -> str:
         """What it does while it starts; empty when it is ready."""
-        if self.phase or self.state not in ("starting", "restarting"):
-            return self.phase
-        return f"{self.done} done" if self.done else self.state
+        if self.state not in _STARTING:
+            return ""
+        if self.done:
+            return f"{self.done} done"
+        kind = self.name.rpartition("-")[0]
+        return _LOADING.get(kind, self.state) if self.state == "starting" else self.state
 
     def open_waits(self, now: float) -> list[RoleWait]:
         """Its waits, the longest first. They grow on: a process that hangs still waits."""
@@ -73,10 +77,10 @@ class FleetView:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def update(self, name: str, **changes: Any) -> None:
-        """What the launcher knows: `state`, `pid`, `restarts` (fields of RoleView)."""
+        """What the launcher knows: `state`, `restarts` (fields of RoleView)."""
         with self._lock:
             before = self.roles.get(name)
-            view = replace(before or RoleView(name, phase_since=time.monotonic()), **changes)
+            view = replace(before or RoleView(name, doing_since=time.monotonic()), **changes)
             if before is not None and view.state != before.state:
                 view = _changed(view)
             self.roles[name] = view
@@ -86,25 +90,22 @@ class FleetView:
         role, event = record["role"], record["event"] or {}
         name = role if role == "launcher" else f"{role}-{record['rank']}"
         changes: dict[str, Any] = {"heard": now}
+        if record.get("pid") is not None:  # the launcher's events have none
+            changes["pid"] = record["pid"]
         if role in ("actor", "learner"):
             changes["version"] = record["version"]
         if record.get("waits") is not None:
             changes["waits"] = tuple(record["waits"])
         with self._lock:
-            view = self.roles.get(name) or RoleView(name, phase_since=now)
-            if view.state in _ENDED:
-                return  # its last words, still on their way
-            what = event.get("event")
+            view = self.roles.get(name) or RoleView(name, doing_since=now)
+            if view.state in _ENDED or (view.state == "restarting" and not event):
+                return  # last words, still on their way: its pulse begins when it is ready
             if role == "launcher":
                 changes["state"] = "alive"
-            elif what == "phase":
-                changes |= {"phase": str(event["phase"]), "phase_since": now}
-            elif what == "startup" and view.state != "alive":
-                changes |= {"phase": "", "done": str(event["phase"]), "phase_since": now}
-            elif what == f"{role}_ready":
-                changes |= {"phase": "", "state": "alive"}
-            elif not event and view.state == "starting" and not view.phase:
-                changes["state"] = "alive"  # its pulse, which begins when it is ready
+            elif event.get("event") == "startup" and view.state != "alive":
+                changes |= {"done": str(event["phase"]), "doing_since": now}
+            elif not event and view.state == "starting":
+                changes["state"] = "alive"
             self.roles[name] = replace(view, **changes)
 
     def ordered(self) -> list[RoleView]:
@@ -134,7 +135,7 @@ class FleetView:
         for view in self.ordered():
             if view.doing:
                 names, oldest = phases.get(view.doing, ([], 0.0))
-                age = now - view.phase_since
+                age = now - view.doing_since
                 phases[view.doing] = ([*names, view.name], max(oldest, age))
         return sorted(((p, n, a) for p, (n, a) in phases.items()), key=lambda item: -item[2])
 
@@ -156,5 +157,5 @@ class FleetView:
 
 def _changed(view: RoleView) -> RoleView:
     """A role in a new state: what its last process was doing is over."""
-    view = replace(view, phase="", done="", phase_since=time.monotonic())
-    return view if view.state == "alive" else replace(view, waits=(), heard=None)
+    view = replace(view, done="", doing_since=time.monotonic())
+    return view if view.state == "alive" else replace(view, waits=(), heard=None, pid=None)

@@ -3,11 +3,12 @@
     {"schema": 1, "run_id", "run", "pid", "process_started", "host", "state", "phase", "step",
      "steps", "version", "reward", "elapsed_s", "left_s", "updated_at",
      "roles": [{"name", "state", "pid", "restarts", "version", "phase", "phase_s",
-                "heartbeat_age_s", "open_waits", "waits": [{"what", "on", "age_s", "deadline_s"}]}],
+                "record_age_s", "open_waits", "waits": [{"what", "on", "age_s", "deadline_s"}]}],
      "ledger": {"counts", "gauges", "conserved", "waiting_for"}}
 
 `state` is running or ended; a value that is not known is null. Times are seconds, `updated_at`
-and `process_started` since the epoch.
+and `process_started` since the epoch. `record_age_s` is the time since the hub heard of the role
+(a record a second); when the buffer heard of an actor is the gauge `heartbeat_age_s/ACTOR`.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def _role(view: RoleView, now: float) -> dict[str, Any]:
         "restarts": view.restarts,
         "version": view.version,
         "phase": view.doing or None,
-        "phase_s": round(now - view.phase_since, 1) if view.doing else None,
-        "heartbeat_age_s": None if view.heard is None else round(now - view.heard, 1),
+        "phase_s": round(now - view.doing_since, 1) if view.doing else None,
+        "record_age_s": None if view.heard is None else round(now - view.heard, 1),
         "open_waits": len(waits),
         "waits": [
             {"what": w.what, "on": w.on, "age_s": round(w.age_s, 2),

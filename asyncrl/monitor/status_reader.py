@@ -117,18 +117,18 @@ def _alive(pid: int, started: float) -> bool:
 
 
 def _roles(roles: list[Status]) -> Iterator[str]:
-    rows = [("role", "state", "restarts", "version", "heard", "waits")]
+    rows = [("role", "state", "pid", "restarts", "version", "heard", "waits")]
     for r in roles:
-        heard = r["heartbeat_age_s"]
+        heard = r["record_age_s"]
         rows.append((
-            r["name"], r["state"], str(r["restarts"]),
-            "-" if r["version"] is None else str(r["version"]),
+            r["name"], r["state"], "-" if r["pid"] is None else str(r["pid"]),
+            str(r["restarts"]), "-" if r["version"] is None else str(r["version"]),
             "-" if heard is None else f"{words.age(heard)} ago", _waits(r),
         ))  # fmt: skip
-    widths = [max(len(row[k]) for row in rows) for k in range(5)]
+    widths = [max(len(row[k]) for row in rows) for k in range(6)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        yield "  ".join([*cells, row[5]]).rstrip()
+        yield "  ".join([*cells, row[6]]).rstrip()
 
 
 def _waits(role: Status) -> str:

@@ -41,7 +41,8 @@ def last_lines(board: Board, stats: Stats | None, ended: str, reason: str) -> It
     """The console's last lines but one."""
     if startup := startup_line(board):
         yield startup
-    line = f"{ended}{f' ({reason})' if reason else ''}: {board.step} steps, version {board.version}"
+    why = f" ({reason})" if reason and reason != ended else ""
+    line = f"{ended}{why}: {board.step} steps, version {board.version}"
     if board.rewards:
         line += f", reward {board.rewards[0]:.3f} -> {board.rewards[-1]:.3f}"
     yield line

@@ -354,8 +354,7 @@ def test_launch_hands_over_what_was_resolved(
     assert seen["config"].cluster.learners == 2
     assert seen["preset"] == "tiny"
     assert seen["model_path"] == str(model)
-    assert "learners: 2" in seen["config_text"]
-    assert "# --learners" in seen["config_text"]
+    assert seen["sources"]["cluster.learners"] == "--learners"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from asyncrl.config import fields
 from asyncrl.config.load import load, parse_override
 from asyncrl.config.render import to_yaml
 from asyncrl.config.schema import Config
-from asyncrl.config.sources import shipped
+from asyncrl.config.sources import RESOLVED, shipped
 from asyncrl.errors import ConfigError
 
 NEEDS_A_FILE = ("gsm8k", "gsm8k-1node", "math-2node")
@@ -281,3 +281,18 @@ def test_number_overrides(number: float) -> None:
 )
 def test_text_overrides_null_and_quotes(raw: str, value: str | None) -> None:
     assert parse_override("task.system_prompt", raw) == value
+
+
+def test_a_run_s_own_config_is_accepted_again(tmp_path):
+    """It holds what a shipped file set, and what has no effect with the run's own settings."""
+    (tmp_path / "mine.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    overrides = ("task.kind=jsonl", f"task.path={tmp_path / 'mine.jsonl'}", "eval.samples=0")
+    first = load("quickstart", overrides, {})
+    assert first.config.task.max_operand == 20
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{RESOLVED}\n{to_yaml(first.config, first.sources)}")
+    again = load(str(path), (), {})
+    assert again.config == first.config
+    path.write_text(to_yaml(first.config))  # as somebody's own file
+    with pytest.raises(ConfigError, match="task.max_operand=20 .* has no effect"):
+        load(str(path), (), {})

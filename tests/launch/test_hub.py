@@ -1,6 +1,7 @@
 """Records from a role's socket to the sinks: nothing lost that must not be, nobody held up."""
 
 import json
+import os
 import threading
 import time
 
@@ -42,10 +43,6 @@ class Hanging(Sink):
         self.gate.clear()
 
 
-class Memory(Sink):
-    in_memory = True
-
-
 @pytest.fixture
 def jsonl(tmp_path):
     return JsonlSink(str(tmp_path / "metrics.jsonl"), str(tmp_path / "events.jsonl"))
@@ -83,21 +80,23 @@ def test_records_of_many_roles_reach_the_files(tmp_path, jsonl):
     assert walls == sorted(walls)
 
 
-def test_waits_reach_what_remembers_and_no_file(tmp_path, jsonl):
-    memory, later, queued = Memory(), Memory(), Sink()
-    hub = Hub([memory, jsonl, queued], run_id="r")
+def test_waits_and_pids_reach_listeners_and_no_sink(tmp_path, jsonl):
+    heard, later, queued = [], [], Sink()
+    hub = Hub([jsonl, queued], listeners=[heard.append], run_id="r")
     wait = wire.OpenWait(what="batch 3", on="buffer-0", age_s=4.0)
     hub.write(record(1, metrics={}, waits=(wait,)))
-    hub.add(later)
-    hub.write(record(2, waits=(wait,)))
+    hub.listen(later.append)
+    hub.write(record(2, waits=(wait,), pid=77))
     # At once, in the caller's thread:
-    assert [r["waits"][0]["what"] for r in memory.seen] == ["batch 3", "batch 3"]
-    assert [r["step"] for r in later.seen] == [2]
+    assert [r["waits"][0]["what"] for r in heard] == ["batch 3", "batch 3"]
+    assert [r["pid"] for r in heard] == [None, 77]
+    assert [r["step"] for r in later] == [2]
     hub.close()
     (line,) = read(tmp_path / "metrics.jsonl")
     assert line["step"] == 2
-    assert "waits" not in line
+    assert not {"waits", "pid"} & line.keys()
     assert [r["step"] for r in queued.seen] == [2]
+    assert not {"waits", "pid"} & queued.seen[0].keys()
     assert (tmp_path / "events.jsonl").read_text() == ""
 
 
@@ -167,17 +166,39 @@ def test_a_failing_sink_is_tried_again_and_does_not_stop_the_others(tmp_path, js
     assert hub.metrics() == {"hub/sink_dropped/Broken": 2.0}
 
 
-def test_a_failing_board_does_not_stop_the_files(tmp_path, jsonl, caplog):
-    class BrokenMemory(Memory):
-        def write(self, line):
-            raise KeyError("x")
+def test_a_failing_listener_stops_neither_the_others_nor_the_files(tmp_path, jsonl, caplog):
+    def broken(line):
+        raise KeyError("x")
 
-    hub = Hub([BrokenMemory(), jsonl], run_id="r")
+    heard = []
+    hub = Hub([jsonl], listeners=[broken, heard.append], run_id="r")
     for k in range(3):
         hub.write(record(k))
     hub.close()
-    assert len(read(tmp_path / "metrics.jsonl")) == 3
-    assert caplog.text.count("BrokenMemory failed") == 1
+    assert len(read(tmp_path / "metrics.jsonl")) == len(heard) == 3
+    assert caplog.text.count("broken at 0x") == 1
+
+
+def test_threads_of_a_role_share_its_client_and_keep_their_order():
+    heard = []
+    hub = Hub([], listeners=[heard.append], run_id="r")
+    client = HubClient(hub.endpoint, "learner", 1)
+
+    def talk(name):
+        for step in range(500):
+            client.emit({name: 1.0}, step=step, version=0)
+
+    threads = [threading.Thread(target=talk, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    client.close()
+    hub.close()
+    assert hub.malformed == 0
+    assert {r["pid"] for r in heard} == {os.getpid()}
+    for name in "abc":
+        assert [r["step"] for r in heard if name in r["metrics"]] == list(range(500))
 
 
 def test_the_files_never_drop_however_slow_the_disk(tmp_path, jsonl, monkeypatch):

@@ -175,38 +175,39 @@ def own_clock(monkeypatch):
     return clock
 
 
+STARTED = {"event": "startup", "seconds": 1.0}
+
+
 def test_progress_of_each_role_while_engines_load():
     board = Board(Config(cluster=ClusterConfig(actors=6, learners=2)))
     board.phase = "starting 6 actor(s) and 2 learner rank(s)"
     for rank in range(6):
         board.fleet.update(f"actor-{rank}", state="starting")
     for rank in range(2):
-        event = {"event": "phase", "phase": "loading model"}
-        board.write(record("learner", rank, event=event))
+        board.fleet.update(f"learner-{rank}", state="starting")
     for rank in (0, 1, 2):
-        event = {"event": "phase", "phase": "loading weights"}
-        board.write(record("actor", rank, event=event))
+        board.write(record("actor", rank, event=STARTED | {"phase": "engine"}))
     now = time.monotonic() + 3
     console_module.time.monotonic = lambda: now
     text = "\n".join(panel(board))
     assert "now  starting 6 actor(s) and 2 learner rank(s)" in text
-    for expected in ("actor-0..2 loading weights 3 s", "actor-3..5 starting 3 s",
-                     "learner-0,1 loading model 3 s", "actors 0/6 alive"):  # fmt: skip
+    for expected in ("actor-0..2 engine done 3 s", "actor-3..5 loading the engine 3 s",
+                     "learner-0,1 loading the model 3 s", "actors 0/6 alive"):  # fmt: skip
         assert expected in text
     for rank in range(3):
-        board.write(record("actor", rank, event={"event": "actor_ready"}))
+        board.fleet.update(f"actor-{rank}", state="alive")
     text = "\n".join(panel(board))
     assert "actors 3/6 alive" in text
-    assert "loading weights" not in text
+    assert "engine done" not in text
 
 
 def test_more_phases_than_rows_are_counted():
     board = Board(Config())
     for rank in range(8):
-        board.write(record("actor", rank, event={"event": "phase", "phase": f"phase {rank}"}))
+        board.write(record("actor", rank, event=STARTED | {"phase": f"phase {rank}"}))
     text = "\n".join(panel(board))
-    assert "phase 4" in text
-    assert "phase 5" not in text
+    assert "phase 4 done" in text
+    assert "phase 5 done" not in text
     assert "and 3 more" in text
 
 
@@ -223,10 +224,12 @@ def test_plain_lines_tell_now_and_then_what_loads(own_clock):
     out = io.StringIO()
     view = ConsoleView(board, title="t", mode="plain", file=out)
     board.fleet.update("actor-0", state="starting")
-    board.fleet.roles["actor-0"] = replace(board.fleet.roles["actor-0"], phase_since=98.0)
+    board.fleet.roles["actor-0"] = replace(board.fleet.roles["actor-0"], doing_since=98.0)
     for own_clock.now in (101.0, 109.0, 111.0, 112.0, 122.0):
         view.refresh()
-    assert out.getvalue() == "  actor-0 starting 13 s\n  actor-0 starting 24 s\n"
+    assert out.getvalue() == (
+        "  actor-0 loading the engine 13 s\n  actor-0 loading the engine 24 s\n"
+    )
     board.training_began = 123.0
     own_clock.now = 150.0
     view.refresh()

@@ -20,9 +20,10 @@ COUNTS = {"dispatched": 10, "trained": 6, "dropped_stale": 0, "filtered": 1, "fa
           "requeued": 1, "duplicate": 0, "held": 2, "leased": 2}  # fmt: skip
 
 
-def record(role, rank=0, version=0, event=None, waits=None, metrics=None, step=0):
+def record(role, rank=0, version=0, event=None, waits=None, metrics=None, step=0, pid=None):
     return {"role": role, "rank": rank, "step": step, "version": version, "incarnation": 0,
-            "metrics": metrics or {}, "hist": {}, "event": event, "waits": waits}  # fmt: skip
+            "metrics": metrics or {}, "hist": {}, "event": event, "waits": waits,
+            "pid": pid}  # fmt: skip
 
 
 def wait(what, on, age_s, deadline_s=None):
@@ -35,9 +36,11 @@ def wait(what, on, age_s, deadline_s=None):
 def test_waits_grow_on_while_a_role_is_silent():
     fleet = FleetView()
     fleet.heard(record("learner", waits=[wait("batch 3", "buffer-0", 2.0, 10.0),
-                                         wait("x", "", 1.0)]), now=100.0)  # fmt: skip
-    fleet.heard(record("learner", event={"event": "publication"}), now=100.0)  # speaks of no waits
+                                         wait("x", "", 1.0)], pid=9), now=100.0)  # fmt: skip
+    # One that speaks of neither waits nor pid.
+    fleet.heard(record("learner", event={"event": "publication"}), now=100.0)
     view = fleet.roles["learner-0"]
+    assert view.pid == 9
     assert [(w.what, w.age_s, w.deadline_s) for w in view.open_waits(130.0)] == [
         ("batch 3", 32.0, -20.0), ("x", 31.0, None),
     ]  # fmt: skip
@@ -47,37 +50,42 @@ def test_waits_grow_on_while_a_role_is_silent():
 
 def test_a_role_starts_lives_dies_and_comes_back():
     fleet = FleetView()
-    fleet.update("actor-0", state="starting", pid=11)
-    assert [(p, n) for p, n, _ in fleet.loading(0.0)] == [("starting", ["actor-0"])]
-    fleet.heard(record("actor", event={"event": "phase", "phase": "loading weights"}), now=5.0)
-    assert fleet.loading(8.0) == [("loading weights", ["actor-0"], 3.0)]
+    fleet.update("actor-0", state="starting")
+    assert [(p, n) for p, n, _ in fleet.loading(0.0)] == [("loading the engine", ["actor-0"])]
     assert fleet.alive() == 0
-    fleet.heard(record("actor", event={"event": "startup", "phase": "engine"}), now=9.0)
+    event = {"event": "startup", "phase": "engine"}
+    fleet.heard(record("actor", event=event, pid=11), now=9.0)
     assert fleet.loading(10.0) == [("engine done", ["actor-0"], 1.0)]
-    fleet.heard(record("actor", version=4, waits=[wait("leases", "buffer-0", 3.0)]), now=11.0)
+    pulse = record("actor", version=4, waits=[wait("leases", "buffer-0", 3.0)], pid=11)
+    fleet.heard(pulse, now=11.0)
     view = fleet.roles["actor-0"]
     assert (view.state, view.version, view.pid, fleet.loading(11.0)) == ("alive", 4, 11, [])
-    fleet.update("actor-0", state="restarting", restarts=1, pid=None)
+    fleet.update("actor-0", state="restarting", restarts=1)
+    died = fleet.roles["actor-0"]
+    assert (died.open_waits(12.0), died.heard, died.pid, died.restarts) == ([], None, None, 1)
+    fleet.heard(pulse, now=12.0)
+    assert fleet.roles["actor-0"] == died, "a word of the process that died"
+    assert [p for p, _, _ in fleet.loading(0.0)] == ["restarting"]
+    fleet.heard(record("actor", event=event, pid=12), now=13.0)
     view = fleet.roles["actor-0"]
-    assert (view.open_waits(12.0), view.heard, view.restarts) == ([], None, 1)
-    fleet.heard(record("actor", waits=[]), now=12.0)
-    assert fleet.roles["actor-0"].state == "restarting", "a word of the process that died"
-    fleet.update("actor-0", state="starting", pid=12)
-    fleet.heard(record("actor", waits=[]), now=13.0)
-    assert (fleet.alive(), fleet.restarts()) == (1, 1)
+    assert (view.state, view.doing, view.pid) == ("restarting", "engine done", 12)
+    fleet.update("actor-0", state="alive")
+    assert fleet.roles["actor-0"].pid == 12
+    assert (fleet.alive(), fleet.restarts(), fleet.loading(14.0)) == (1, 1, [])
     assert fleet.metrics() == {"actor/alive": 1.0, "actor/restarts": 1.0}
     fleet.update("actor-0", state="finished")
     fleet.heard(record("actor", waits=[wait("x", "y", 1.0)]), now=14.0)
     assert fleet.roles["actor-0"].open_waits(14.0) == []
 
 
-def test_an_explicit_phase_holds_until_the_role_is_ready():
+def test_each_kind_of_role_says_what_it_loads():
     fleet = FleetView()
-    fleet.heard(record("learner", 1, event={"event": "phase", "phase": "loading model"}), now=0.0)
-    fleet.heard(record("learner", 1, waits=[]), now=1.0)
-    assert fleet.loading(4.0) == [("loading model", ["learner-1"], 4.0)]
-    fleet.heard(record("learner", 1, event={"event": "learner_ready"}), now=5.0)
-    assert (fleet.alive("learner"), fleet.loading(5.0)) == (1, [])
+    for name in ("buffer-0", "learner-0", "learner-1", "actor-0"):
+        fleet.update(name, state="starting")
+    assert {p: n for p, n, _ in fleet.loading(0.0)} == {
+        "starting": ["buffer-0"], "loading the model": ["learner-0", "learner-1"],
+        "loading the engine": ["actor-0"],
+    }  # fmt: skip
 
 
 def test_roles_come_in_order_and_the_longest_waits_first():
@@ -135,16 +143,16 @@ def test_totals_go_on_over_a_restart_of_an_actor(monkeypatch):
     board = Board(Config())
     board.training_began = 0.0
 
-    def actor(tokens, generate, idle):
-        board.write(record("actor", metrics={
+    def actor(tokens, generate, idle, pid=11):
+        board.write(record("actor", pid=pid, metrics={
             "actor/generated_tokens": tokens, "time/generate_s": generate, "time/idle_s": idle,
         }))  # fmt: skip
 
     actor(100.0, 10.0, 90.0)
     board.write(record("learner", step=1, metrics={"loss/tokens": 1.0}))
     actor(150.0, 20.0, 100.0)
-    actor(5.0, 0.0, 2.0)  # a new process
-    actor(25.0, 3.0, 3.0)
+    actor(5.0, 0.0, 2.0, pid=12)
+    actor(25.0, 3.0, 3.0, pid=12)
     board.write(record("learner", step=2, metrics={"loss/tokens": 1.0}))
     (then, before), (now, after) = board._generated
     assert (before, after) == (100.0, 175.0)
@@ -162,10 +170,9 @@ def board():
     board.write(record("learner", step=12, metrics={"reward/mean": 0.5}, version=11))
     board.write(record("learner", version=11, waits=[
         wait("batch 13", "buffer-0: 12 samples held by actor-1 (lease 812, 41 s)", 41.0, 19.0)
-    ]))  # fmt: skip
-    board.fleet.update("learner-0", pid=20)
-    board.fleet.update("actor-0", pid=21)
+    ], pid=20))  # fmt: skip
     board.write(record("actor", 0, version=11, waits=[wait("a push", "buffer-0", 3.0)] * 7))
+    board.fleet.update("learner-1", state="starting")
     board.fleet.update("actor-1", state="restarting", restarts=2)
     board.stats = Stats(counts=COUNTS, gauges={"queue/depth": 3.0}, conserved=True,
                         state="running", waiting_for="12 samples of batch 13")  # fmt: skip
@@ -190,7 +197,7 @@ def edit(folder, **changes):
 def test_snapshot_has_roles_waits_and_ledger(board):
     s = snapshot(board)
     assert (s["phase"], s["step"], s["steps"], s["reward"]) == ("training", 12, 30, 0.5)
-    learner, actor, restarting = s["roles"]
+    learner, starting, actor, restarting = s["roles"]
     assert (learner["name"], learner["state"], learner["pid"], learner["version"]) == (
         "learner-0", "alive", 20, 11,
     )  # fmt: skip
@@ -200,12 +207,13 @@ def test_snapshot_has_roles_waits_and_ledger(board):
     )  # fmt: skip
     assert 41.0 <= w["age_s"] < 60.0
     assert w["deadline_s"] <= 19.0
-    assert learner["heartbeat_age_s"] >= 0
+    assert learner["record_age_s"] >= 0
+    assert (starting["phase"], starting["pid"]) == ("loading the model", None)
     assert (actor["open_waits"], len(actor["waits"])) == (7, 5)
     assert (restarting["state"], restarting["restarts"], restarting["phase"]) == (
         "restarting", 2, "restarting",
     )  # fmt: skip
-    assert (restarting["heartbeat_age_s"], restarting["pid"]) == (None, None)
+    assert (restarting["record_age_s"], restarting["pid"]) == (None, None)
     assert s["ledger"]["counts"] == COUNTS
     json.dumps(s)
 
@@ -244,16 +252,18 @@ def test_words_for_a_run_that_goes_on(run):
     assert lines[0] == f"run       first   {run}"
     assert lines[1] == "state     training"
     assert lines[2].startswith("step      12/30   version 0   reward 0.500   0:0")
-    assert lines[3].split() == ["role", "state", "restarts", "version", "heard", "waits"]
-    assert lines[4].startswith("learner-0  alive       0         11       ")
+    assert lines[3].split() == ["role", "state", "pid", "restarts", "version", "heard", "waits"]
+    assert lines[4].startswith("learner-0  alive       20   0         11       ")
     assert (
         "41 s for batch 13 on buffer-0: 12 samples held by actor-1 (lease 812, 41 s), gives"
         in (lines[4])
     )
-    assert lines[5].endswith("s for a push on buffer-0 (and 6 more)")
-    assert lines[6].startswith("actor-1    restarting  2         -        -")
-    assert lines[7].startswith("ledger closed: 10 dispatched = 6 trained")
-    assert len(lines) == 8
+    assert lines[5].split()[:3] == ["learner-1", "starting", "-"]
+    assert "loading the model" in lines[5]
+    assert lines[6].endswith("s for a push on buffer-0 (and 6 more)")
+    assert lines[7].startswith("actor-1    restarting  -    2         -        -")
+    assert lines[8].startswith("ledger closed: 10 dispatched = 6 trained")
+    assert len(lines) == 9
 
 
 def test_words_for_a_launcher_that_is_gone(run):

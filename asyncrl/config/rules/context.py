@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.config import fields
 from asyncrl.config.schema import Config
+from asyncrl.config.sources import RESOLVED_MARK
 
 _DEFAULTS = fields.flatten(Config())
 
@@ -25,12 +26,14 @@ class Context:
     def given(self, key: str) -> bool:
         """True if somebody set the field, to something else than null.
 
-        In a file the default value does not count: a run's config.yaml holds every field. What
-        a shipped file sets does not count either.
+        In a file the default value does not count. What a shipped file sets does not count either,
+        nor what a run's config.yaml holds, where every field stands.
         """
         source, value = self.sources.get(key, "default"), self.flat[key]
         file, is_file, _ = source.partition(":")
         if source == "default" or value is None:
+            return False
+        if file.endswith(RESOLVED_MARK):
             return False
         # Whoever starts from a shipped file may turn off what its other lines are for.
         return not is_file or (value != _DEFAULTS[key] and file not in self.shipped)

@@ -1,7 +1,7 @@
 """What runs in Ray's worker processes: a thin host for each role, light to start.
 
 Ray places it, watches it and ends it; the role itself is a process of its own, which lives no
-longer than its host: forked from the machine's fork server, or a fresh interpreter (`forkserver`).
+longer than its host: forked from the machine's fork server, or a fresh interpreter (`start`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from asyncrl.actors.vllm_setup import engine_environment
 from asyncrl.errors import RoleDiedError
-from asyncrl.launch.processes.forkserver import Start, start_role
 from asyncrl.launch.processes.role_main import RoleSpec
+from asyncrl.launch.processes.start import Start, start_role
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""No network for what lies on disk, and no threads in tokenizers."""
 
 
 def role_env(spec: RoleSpec, scratch: str) -> dict[str, str]:
-    """Environment of a role: its host's, its threads, and no network for what lies on disk."""
+    """Environment of a role: its host's, its engine's, and of a fork server that it may start."""
     s = spec.settings
-    env = dict(os.environ) | {
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_RPC_BASE_PATH": scratch,
-    }  # fmt: skip
-    if s.device == "cpu":
-        env |= {"OMP_NUM_THREADS": str(s.threads), "MKL_NUM_THREADS": str(s.threads)}
+    env = dict(os.environ) | OFFLINE | {"VLLM_RPC_BASE_PATH": scratch}
+    env |= engine_environment(
+        device=s.device, threads=s.threads, eager=spec.config.engine.enforce_eager
+    )
     if s.visible_gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = s.visible_gpus
     return env

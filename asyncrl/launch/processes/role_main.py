@@ -29,7 +29,7 @@ from asyncrl.types import Version
 
 if TYPE_CHECKING:
     from asyncrl.buffer.trajectories import TrajectoryWriter
-    from asyncrl.launch.processes.forkserver import Start
+    from asyncrl.launch.processes.start import Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class BufferRole:
         )  # fmt: skip
         hub = HubClient(s.hub_endpoint, "buffer")
         self._pulse = Pulse(
-            s.hub_endpoint, "buffer", waits=Waits("buffer-0"), children=False,
+            hub, waits=Waits(s.name, c.log.wait_warn_s), children=False,
             position=lambda: (ledger.committed, ledger.version),
         )  # fmt: skip
         self._server = BufferServer(
