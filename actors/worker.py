@@ -255,7 +255,6 @@ class ActorWorker:
         return min(v.version * self.config.learner.batches_per_publication, self.config.run.steps)
 
     def _make_pulse(self) -> Pulse:
-        s = self.settings
         assert self.loop is not None
         meter = ActorMeter(self.loop, self.reward, self.shares)
         return Pulse(

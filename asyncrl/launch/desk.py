@@ -92,7 +92,7 @@ class Desk:
         task, n = self.config.task.kind, self.config.learner.batches_per_publication
         for version, evaluation in self.board.finished_evals(at_end):
             evaluation.told = True
-            self.view.say(evaluation_line(version, evaluation))
+            self.view.say(evaluation_line(version, evaluation, self.config.eval.samples))
             self.hub.write(
                 wire.Record(
                     role="launcher", rank=0, version=version, incarnation=0,

@@ -67,7 +67,7 @@ class ConsoleView:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._live.start()
+            self._live.start(refresh=True)  # else a first line could cross the first panel
 
     def say(self, text: str) -> None:
         """A line that stays, above the panel."""

@@ -74,27 +74,37 @@ def read(folder: Path) -> Status:
 
 def describe(folder: Path, s: Status) -> Iterator[str]:
     """The status in lines, for people."""
+    summary = _summary(folder)
     yield f"run       {s['run']}   {folder}"
-    yield f"state     {_state(folder, s)}"
+    yield f"state     {_state(s, summary)}"
     reward = "-" if s["reward"] is None else f"{s['reward']:.3f}"
+    left = "" if summary else f", {words.clock(s['left_s'])} left"
     yield (
         f"step      {s['step']}/{s['steps']}   version {s['version']}   reward {reward}"
-        f"   {words.clock(s['elapsed_s'])} gone, {words.clock(s['left_s'])} left"
+        f"   {words.clock(s['elapsed_s'])} gone{left}"
     )
-    yield from _roles(s["roles"])
+    yield from _roles(s["roles"], ended=bool(summary))
     if s["ledger"] is not None:
-        yield ledger_line(
-            Stats(counts=s["ledger"]["counts"], gauges={}, conserved=s["ledger"]["conserved"],
-                  state="running")
+        stats = Stats(
+            counts=s["ledger"]["counts"], gauges={}, conserved=s["ledger"]["conserved"],
+            state="done" if summary else "running",
         )  # fmt: skip
+        yield ledger_line(stats)
 
 
-def _state(folder: Path, s: Status) -> str:
+def _summary(folder: Path) -> Status:
+    """What the run wrote at its end; nothing before."""
     try:
-        ended = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["ended"]
-        return f"ended: {ended}"
+        content = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        return {"ended": content["ended"], "reason": content.get("reason", "")}
     except (OSError, ValueError, KeyError, TypeError):
-        pass
+        return {}
+
+
+def _state(s: Status, summary: Status) -> str:
+    if summary:
+        ended, reason = summary["ended"], summary["reason"]
+        return f"ended: {ended}" + (f" ({reason})" if reason and reason != ended else "")
     ago = max(time.time() - s["updated_at"], 0.0)
     told = f"last told {words.age(ago)} ago, while {s['phase']}"
     if s["state"] == "ended":
@@ -116,14 +126,16 @@ def _alive(pid: int, started: float) -> bool:
         return False
 
 
-def _roles(roles: list[Status]) -> Iterator[str]:
+def _roles(roles: list[Status], ended: bool) -> Iterator[str]:
     rows = [("role", "state", "pid", "restarts", "version", "heard", "waits")]
     for r in roles:
-        heard = r["record_age_s"]
+        heard = None if ended else r["record_age_s"]
+        state = "ended" if ended and r["state"] != "dead" else r["state"]
         rows.append((
-            r["name"], r["state"], "-" if r["pid"] is None else str(r["pid"]),
+            r["name"], state, "-" if r["pid"] is None else str(r["pid"]),
             str(r["restarts"]), "-" if r["version"] is None else str(r["version"]),
-            "-" if heard is None else f"{words.age(heard)} ago", _waits(r),
+            "-" if heard is None else f"{words.age(heard)} ago",
+            "-" if ended else _waits(r),
         ))  # fmt: skip
     widths = [max(len(row[k]) for row in rows) for k in range(6)]
     for row in rows:

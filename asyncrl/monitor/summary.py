@@ -17,13 +17,15 @@ TERMS = ("trained", "dropped_stale", "filtered", "failed", "requeued", "duplicat
 def ledger_line(stats: Stats) -> str:
     """The ledger's counts as one line, with the law they must obey."""
     parts = " + ".join(f"{stats.counts.get(term, 0)} {term}" for term in TERMS)
-    verdict = "closed" if stats.conserved else "NOT CLOSED"
-    return f"ledger {verdict}: {stats.counts.get('dispatched', 0)} dispatched = {parts}"
+    closed = " closed" if stats.state == "done" else ""
+    verdict = closed if stats.conserved else " NOT CLOSED"
+    return f"ledger{verdict}: {stats.counts.get('dispatched', 0)} dispatched = {parts}"
 
 
-def evaluation_line(version: int, evaluation: Evaluation) -> str:
-    """One evaluation, in words."""
-    return f"eval of version {version}: {evaluation.score:.3f} on {evaluation.prompts} held out"
+def evaluation_line(version: int, evaluation: Evaluation, asked: int) -> str:
+    """One evaluation, in words; `asked`: prompts held out, of which some may have no answer."""
+    of = "" if evaluation.prompts >= asked else f" of {asked}"
+    return f"eval of version {version}: {evaluation.score:.3f} on {evaluation.prompts}{of} held out"
 
 
 def startup_line(board: Board) -> str:
@@ -74,7 +76,8 @@ def summary_of(
             "final": board.rewards[-1] if board.rewards else None,
         },
         "eval": {
-            str(v): {"score": e.score, "prompts": e.prompts} for v, e in sorted(board.evals.items())
+            str(v): {"score": e.score, "prompts": e.prompts, "asked": board.config.eval.samples}
+            for v, e in sorted(board.evals.items())
         },
         "staleness": {
             "limit": board.config.buffer.max_staleness,

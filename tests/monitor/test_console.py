@@ -89,7 +89,7 @@ def test_plain_mode_says_each_step_once(board):
 
 def test_summary_and_ledger_line(board):
     summary = summary_of(board, board.stats, "finished", "r1", "")
-    assert summary["eval"] == {"0": {"score": 0.5, "prompts": 8}}
+    assert summary["eval"] == {"0": {"score": 0.5, "prompts": 8, "asked": 8}}
     assert summary["reward"] == {"first": 0.25, "final": 0.5}
     assert summary["busy"] == {"learner": 0.25, "actors": 0.75}
     assert (summary["steps"], summary["version"], summary["ended"]) == (2, 2, "finished")

@@ -262,7 +262,7 @@ def test_words_for_a_run_that_goes_on(run):
     assert "loading the model" in lines[5]
     assert lines[6].endswith("s for a push on buffer-0 (and 6 more)")
     assert lines[7].startswith("actor-1    restarting  -    2         -        -")
-    assert lines[8].startswith("ledger closed: 10 dispatched = 6 trained")
+    assert lines[8].startswith("ledger: 10 dispatched = 6 trained")
     assert len(lines) == 9
 
 
