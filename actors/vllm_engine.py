@@ -16,14 +16,16 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 import psutil
 
+from asyncrl.actors.vllm_parts import Parts
 from asyncrl.actors.vllm_setup import (
     engine_arguments,
     forked_core,
@@ -34,13 +36,18 @@ from asyncrl.actors.vllm_setup import (
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.protocols import Generation, GenerationRequest
-from asyncrl.types import FinishReason, Version
+from asyncrl.types import INITIAL, FinishReason, Version
 
 SHUTDOWN_S = 5.0
 """Seconds the engine's processes get to end by themselves, before they are killed."""
 
-INITIAL = Version(0, 0)
-"""The version of the weights in the model's folder."""
+
+def stall_limit_s(config: Config) -> float:
+    """Seconds without a token, although requests are under way, after which an engine is stuck.
+
+    A publication may hold it up for its own deadline, twice if it is repeated.
+    """
+    return max(120.0, 2 * config.rollout.lease_timeout_s, 3 * config.weights.timeout_s)
 
 
 class VllmEngine:
@@ -53,6 +60,9 @@ class VllmEngine:
         self._processes: list[psutil.Process] = []
         self._failed: str | None = None
         self._closed = False
+        self._open = 0  # requests under way
+        self._moved = time.monotonic()  # when a request or an update last made progress
+        self._stall_s = math.inf
 
     @classmethod
     async def start(
@@ -82,6 +92,7 @@ class VllmEngine:
 
         arguments = engine_arguments(config, model_path, device, seed, weight_backend)
         engine = cls(None, load_tokenizer(model_path, config), version)
+        engine._stall_s = stall_limit_s(config)
         try:
             with forked_core() if fork else contextlib.nullcontext():
                 engine._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -108,7 +119,14 @@ class VllmEngine:
             return self._failed
         if self._closed:
             return "the engine was shut down"
-        return "an engine process died" if self._llm.errored else None
+        if self._llm.errored:
+            return "an engine process died"
+        stalled = time.monotonic() - self._moved if self._open else 0.0
+        return (
+            f"no token of {self._open} requests in {stalled:.0f} s"
+            if (stalled > self._stall_s)
+            else None
+        )
 
     async def died(self, poll_s: float = 0.25) -> str:
         """Wait until the engine is dead; returns why."""
@@ -132,7 +150,9 @@ class VllmEngine:
         """
         self._check_alive()
         dispatch = self._applied
-        parts = _Parts()
+        parts = Parts()
+        self._moved = time.monotonic() if not self._open else self._moved
+        self._open += 1
         try:
             async with contextlib.aclosing(
                 self._llm.generate(
@@ -143,6 +163,7 @@ class VllmEngine:
             ) as outputs:
                 async for output in outputs:
                     new = parts.add(output.outputs[0])
+                    self._moved = time.monotonic()
                     if new and on_tokens is not None:
                         on_tokens(new)
         except AsyncRLError:
@@ -152,10 +173,12 @@ class VllmEngine:
             if reason is None:
                 raise EngineError(f"request {request.request_id} failed: {e}") from e
             raise EngineError(f"engine is dead: {reason}") from e
+        finally:
+            self._open -= 1
         return self._generation(request, parts, dispatch)
 
     def _generation(
-        self, request: GenerationRequest, parts: _Parts, dispatch: Version
+        self, request: GenerationRequest, parts: Parts, dispatch: Version
     ) -> Generation:
         try:
             reason = FinishReason(parts.finish_reason or "none")
@@ -208,6 +231,7 @@ class VllmEngine:
         await self._llm.finish_weight_update(weight_version=str(version))
         self._applied = version
         await self._llm.resume_generation()
+        self._moved = time.monotonic()
 
     async def abandon_update(self) -> None:
         """Go on generating with the old weights; gloo only, which stages before it loads."""
@@ -252,40 +276,6 @@ class VllmEngine:
     def _check_alive(self) -> None:
         if reason := self.dead:
             raise EngineError(f"engine is dead: {reason}")
-
-
-@dataclass(slots=True)
-class _Parts:
-    """A response as its outputs come in."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    spans: Sequence[Any] | None = None
-
-    def add(self, delta: Any) -> int:
-        """Take one output; returns its number of new tokens."""
-        self.ids.extend(delta.token_ids)
-        if delta.token_ids:
-            flat = delta.logprobs  # vLLM's FlatLogprobs: the sampled token comes first
-            self.logprobs.extend(flat.logprobs[i] for i in flat.start_indices)
-        self.finish_reason = delta.finish_reason
-        self.spans = delta.weight_versions
-        return len(delta.token_ids)
-
-    def stamps(self) -> list[Version]:
-        """The version of each token."""
-        stamps = [
-            version
-            for span in self.spans or ()
-            for version in [Version.parse(span.version)] * (span.end - span.start)
-        ]
-        if not len(stamps) == len(self.logprobs) == len(self.ids):
-            raise EngineError(
-                f"vLLM returned {len(self.ids)} tokens with {len(stamps)} version labels and "
-                f"{len(self.logprobs)} log-probabilities"
-            )
-        return stamps
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -29,7 +29,7 @@ from asyncrl.idlog import IdLog
 from asyncrl.metrics import TimeShares
 from asyncrl.pulse import Pulse
 from asyncrl.roles import RoleSettings
-from asyncrl.types import Prompt, Version
+from asyncrl.types import INITIAL, Prompt, Version
 from asyncrl.waits import Waits
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,8 @@ class ActorWorker:
         if reply.state == "stopping":
             final, evaluate = await self._serve_until_done()
         evals = self.config.eval
-        if final is not None and evaluate and evals.at_end and evals.samples:
+        known = first and evals.at_start and final == INITIAL  # nothing was trained
+        if final is not None and evaluate and evals.at_end and evals.samples and not known:
             if await self._reaches(final, LAST_VERSION_S, "the last version"):
                 await self._evaluate()
             else:

@@ -43,6 +43,10 @@ class Version(NamedTuple):
         return cls(int(incarnation), int(version))
 
 
+INITIAL = Version(0, 0)
+"""The version of the weights in the model's folder."""
+
+
 class GroupId(NamedTuple):
     """One prompt, once: which source, which pass over it, which row.
 

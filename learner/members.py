@@ -105,9 +105,9 @@ class Members:
             ]
 
     def lacking(self, version: Version) -> list[str]:
-        """Names of the fresh members that have not applied `version`."""
+        """Names of the fresh members that have not applied `version`; who failed is left out."""
         with self._changed:
-            return [s.member.name for s in self._fresh() if s.applied < version]
+            return [s.member.name for s in self._fresh() if s.applied < version and not s.failures]
 
     def lag(self, version: Version) -> int | None:
         """Versions by which the last of the fresh members is behind; None when there is none."""

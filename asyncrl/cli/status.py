@@ -20,6 +20,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print status.json as it is.")] = False,
 ) -> None:
     """Show what a run is doing, and who waits for whom."""
+    from asyncrl.errors import UserError
     from asyncrl.monitor.status_reader import describe, find, read
 
     folder = find(run, Path(directory))
@@ -28,5 +29,10 @@ def status(
         json.dump(content, sys.stdout, indent=1)
         print()
         return
-    for line in describe(folder, content):
-        print(line)
+    try:
+        lines = list(describe(folder, content))
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise UserError(
+            f"{folder / 'status.json'} is not a run's status: {type(e).__name__}: {e}"
+        ) from e
+    print("\n".join(lines))

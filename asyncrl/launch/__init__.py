@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
+LONGEST_TMPDIR = 24
+"""Of TMPDIR; a longer one is not used for sockets."""
+
 
 def launch(
     config: Config, *, sources: Mapping[str, str], preset: str, model_path: str,
@@ -57,7 +60,9 @@ def launch(
     run_id = f"{folder.name}-{uuid.uuid4().hex[:8]}"
     os.environ[MARK] = run_id
     # Sockets of Ray and vLLM: a short path, of this run alone, that goes with it.
-    scratch = tempfile.mkdtemp(prefix="asyncrl-")
+    # A Unix socket's path may have 107 bytes, of which Ray needs most.
+    short = len(tempfile.gettempdir()) <= LONGEST_TMPDIR
+    scratch = tempfile.mkdtemp(prefix="asyncrl-", dir=None if short else "/tmp")
     os.environ["VLLM_RPC_BASE_PATH"] = scratch
     guard = Guard(run_id, scratch)
     if debug:

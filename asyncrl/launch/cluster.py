@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RoleDiedError
 from asyncrl.launch.placement import Assignment, Placement, Seat, assign, nodes_of
 from asyncrl.launch.processes.reaper import MARK
 from asyncrl.launch.processes.role_main import RoleSpec
@@ -82,6 +82,20 @@ class Cluster:
         host = self._ray.remote(RoleHost).options(**options).remote(spec, self._scratch, log_path)
         self._hosts.append(host)
         return host
+
+    def check(self) -> None:
+        """See whether this machine's Ray is alive: without it the driver would only hang.
+
+        Raises:
+            RoleDiedError: one of its processes died.
+        """
+        from ray._private import worker
+
+        node = worker._global_node
+        dead = [kind for kind, _ in node.dead_processes()] if node is not None else []
+        fatal = {"gcs_server", "raylet"}.intersection(dead)
+        if fatal:
+            raise RoleDiedError(f"Ray's {' and '.join(sorted(fatal))} died: killed, or no memory?")
 
     def kill(self, host: Any) -> None:
         """End a host, and with it its role."""

@@ -101,6 +101,8 @@ class DebugRun:
             for thread in threads:
                 thread.join(END_S)
             self._over.set()
+            if self._errors:
+                self.ended, self.reason = "failed", str(self._errors[0]).partition("\n")[0]
             stats = None
             with contextlib.suppress(AsyncRLError):
                 if client is not None:

@@ -137,7 +137,10 @@ class Desk:
         self.hub.drain()
         self.tell_evals(at_end=True)
         self.hub.close()
-        self.folder.write_summary(summary_of(self.board, stats, ended, self.run_id, reason))
+        try:
+            self.folder.write_summary(summary_of(self.board, stats, ended, self.run_id, reason))
+        except OSError as e:  # the disk is full, say: what the run has to tell is told all the same
+            self.view.say(f"summary.json cannot be written: {e.strerror or e}")
         self._status.close()
         self.view.close()
         for line in last_lines(self.board, stats, ended, reason):

@@ -36,6 +36,8 @@ class Slot:
     host: Any = None
     ref: Any = None
     """The host's call that is under way."""
+    since: float = 0.0
+    """When it began to run (time.monotonic)."""
     until: float = 0.0
     """When its set-up is late, or its back-off is over (time.monotonic)."""
     restarts: int = 0
@@ -99,7 +101,8 @@ class Fleet:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take note of who produces."""
-        if record["role"] == "actor" and record["metrics"].get("actor/samples_pushed", 0) > 0:
+        pushed = record["metrics"].get("actor/samples_pushed", 0)
+        if record["role"] == "actor" and pushed > 0 and record["rank"] < len(self.slots):
             slot = self.slots[record["rank"]]
             slot.produced = slot.state == "running"
 
@@ -117,7 +120,7 @@ class Fleet:
         """Let the actors that are set up produce, from the version that is published."""
         for slot in self.in_state("ready"):
             first, slot.introduced = not slot.introduced, True
-            slot.state = "running"
+            slot.state, slot.since = "running", time.monotonic()
             slot.ref = slot.host.call.remote("run", buffer, fleet, version, first)
 
     def ended(self, slot: Slot, result: Callable[[], Any]) -> None:
@@ -171,10 +174,12 @@ class Fleet:
         slot.state, slot.until = "backoff", time.monotonic() + wait
         self._tell("actor_died", actor=slot.name, reason=slot.why, restart_in_s=round(wait, 1))
 
-    def tick(self) -> None:
-        """Restart who has waited long enough; give up a set-up that is late."""
+    def tick(self, silent: Callable[[Slot], bool]) -> None:
+        """Restart who has waited long enough; give up who is late with its set-up, or silent."""
         now = time.monotonic()
         for slot in self.slots:
+            if slot.state == "running" and silent(slot):
+                self.failed(slot, RoleDiedError(f"{slot.name} stood still: no sign of life of it"))
             if slot.until > now:
                 continue
             if slot.state == "backoff":

@@ -31,6 +31,8 @@ DRAIN_S = 20.0
 """How long a stopping run may take before what is left is killed."""
 SILENT_S = 30.0
 """At the end of a run, an actor that sent no record for so long is not waited for."""
+STUCK_S = 120.0
+"""Before, it is ended and restarted after so long; its leases go to others much earlier."""
 
 
 class Run:
@@ -60,6 +62,7 @@ class Run:
             self.desk.view.say(f"{self.ended} while {self.desk.board.phase}")
         except Exception as e:
             self.desk.event("failed", error=type(e).__name__, message=str(e)[:2000])
+            self.ended, self.reason = "failed", str(e).partition("\n")[0][:500]
             raise
         finally:
             self.interrupt.mute()
@@ -100,9 +103,9 @@ class Run:
                 self.actor_ended(actors[ref], ref)
             else:
                 self.role_ended(ref)
-        crew.fleet.tick()
+        crew.fleet.tick(partial(self.silent, limit_s=STUCK_S))
         if "learner-0" in self._done:
-            for slot in crew.fleet.end(self.silent):
+            for slot in crew.fleet.end(partial(self.silent, limit_s=SILENT_S)):
                 self.desk.view.say(f"not waited for, silent for {SILENT_S:.0f} s: {slot.name}")
         else:
             version = Version(0, self.desk.board.version)
@@ -161,10 +164,11 @@ class Run:
         for name in self._done:
             view.update(name, state="finished")
 
-    def silent(self, slot: Slot) -> bool:
-        """Whether an actor has sent no record for SILENT_S."""
+    def silent(self, slot: Slot, limit_s: float) -> bool:
+        """Whether an actor that runs has sent no record for so long."""
         view = self.desk.board.fleet.roles.get(slot.name)
-        return view is None or view.heard is None or time.monotonic() - view.heard > SILENT_S
+        heard = slot.since if view is None or view.heard is None else max(view.heard, slot.since)
+        return time.monotonic() - heard > limit_s
 
     def look_at_clock(self) -> None:
         """stop.wall_s: ask for the end once the time is up."""
@@ -199,6 +203,7 @@ class Run:
         now = time.monotonic()
         if now - self._looked > 1.0 and self.crew.client is not None:
             self._looked = now
+            self.crew.cluster.check()
             with suppress(DeadlineError):  # a buffer that died is told by the next ray.wait
                 self.desk.board.stats = self.crew.client.stats()
 

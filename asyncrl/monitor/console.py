@@ -58,6 +58,8 @@ class ConsoleView:
         self.mode = mode
         self._told = 0
         self._told_loading = time.monotonic()
+        self._quiet_since: float | None = None
+        self._quiet_told = 0.0
         self._live: Live | None = None
         if mode == "live":
             self._live = Live(
@@ -82,11 +84,27 @@ class ConsoleView:
         elif self.mode == "plain" and self.board.step > self._told:
             self._told = self.board.step
             self.say(self._line())
-        elif self.mode == "plain" and self.board.training_began is None:
+            self._quiet_since, self._quiet_told = time.monotonic(), 0.0
+        elif self.mode == "plain" and self.board.training_began is not None:
+            self._tell_stall()
+        elif self.mode == "plain":
             now = time.monotonic()
             if now - self._told_loading >= LOADING_EVERY_S and (rows := self._loading_rows()):
                 self._told_loading = now
                 self.say("  " + "; ".join(rows))
+
+    def _tell_stall(self) -> None:
+        """Where nobody sees the panel: whom a run without steps waits for; ever more rarely."""
+        now, limit = time.monotonic(), self.board.config.log.wait_warn_s
+        if self._quiet_since is None:
+            self._quiet_since = now
+        quiet = now - self._quiet_since
+        if quiet < max(limit, 2 * self._quiet_told):
+            return
+        self._quiet_told = quiet
+        longest = self.board.fleet.longest_waits(now)[:2]
+        waits = [f"{w.role} {words.wait(w.what, w.on, w.age_s)}" for w in longest]
+        self.say(f"  no step for {quiet:.0f} s: {'; '.join(waits) or self.board.phase}")
 
     def close(self) -> None:
         """Leave the last state on the screen."""

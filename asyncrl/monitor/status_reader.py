@@ -67,7 +67,7 @@ def read(folder: Path) -> Status:
         raise UserError(
             f"{folder} has no status.json: the run has only just begun, or is older than this file"
         ) from None
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as e:
         raise UserError(f"{path} is not a run's status: {type(e).__name__}: {e}") from e
     return dict(content)
 

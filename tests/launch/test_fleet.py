@@ -99,12 +99,12 @@ def test_a_restart_backs_off_and_catches_up_without_a_first_evaluation(clock):
     assert not old.alive
     assert gone == ["actor-1"]
     assert fleet.slots[1].state == "backoff"
-    fleet.tick()
+    fleet.tick(lambda slot: False)
     clock.now += 1.9
-    fleet.tick()
+    fleet.tick(lambda slot: False)
     assert fleet.slots[1].host is None
     clock.now += 0.2
-    fleet.tick()
+    fleet.tick(lambda slot: False)
     assert fleet.slots[1].state == "starting"
     up(fleet, 1, version=7)
     assert fleet.slots[1].host.calls[-1] == ("run", ("buffer", "learner", Version(0, 7), False))
@@ -120,7 +120,7 @@ def test_the_wait_doubles_up_to_a_limit_and_a_sample_resets_it(clock):
         fleet.ended(fleet.slots[1], fails(DIED))
         waits.append(fleet.slots[1].until - clock.now)
         clock.now = fleet.slots[1].until
-        fleet.tick()
+        fleet.tick(lambda slot: False)
     assert waits == [1, 2, 4, 8, 16, 32, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
     up(fleet, 1)
     fleet.write({"role": "actor", "rank": 1, "metrics": {"actor/samples_pushed": 3}})
@@ -142,7 +142,7 @@ def test_one_that_never_produces_is_given_up_and_the_last_one_ends_the_run(clock
         fleet.ended(fleet.slots[rank], fails(DIED))
         if attempt == 0:
             clock.now = fleet.slots[rank].until
-            fleet.tick()
+            fleet.tick(lambda slot: False)
             up(fleet, rank)
         else:
             assert fleet.slots[rank].state == "gone"
@@ -156,7 +156,7 @@ def test_a_setting_that_no_engine_starts_with_ends_the_run_at_once(clock):
     fleet, _, _ = make()
     fleet.ended(fleet.slots[0], fails(EngineError("its core was killed, perhaps")))
     clock.now = fleet.slots[0].until
-    fleet.tick()
+    fleet.tick(lambda slot: False)
     with pytest.raises(EngineError, match="vLLM did not start"):
         fleet.ended(fleet.slots[0], fails(EngineError("vLLM did not start")))
 
@@ -172,7 +172,7 @@ def test_a_late_set_up_is_ended(clock):
     fleet, _, gone = make("cluster.ready_timeout_s=50")
     up(fleet, 0)
     clock.now += 51
-    fleet.tick()
+    fleet.tick(lambda slot: False)
     assert [s.state for s in fleet.slots] == ["running", "backoff", "backoff"]
     assert gone == ["actor-1", "actor-2"]
 
@@ -187,7 +187,7 @@ def test_at_the_end_nobody_is_restarted_and_the_silent_are_left(clock):
     fleet.ended(fleet.slots[0], fails(DIED))
     assert fleet.over
     clock.now += 1000
-    fleet.tick()
+    fleet.tick(lambda slot: False)
     assert fleet.refs() == {}
 
 
@@ -206,10 +206,20 @@ def test_random_walk_never_calls_a_dead_host(clock):
                 fleet.ended(slot, good if generator.random() < 0.7 else fails(DIED))
         elif what < 0.6:
             clock.now += generator.random() * 100
-            fleet.tick()
+            fleet.tick(lambda slot: False)
         else:
             fleet.run_ready("b", "l", Version(0, 1))
         for s in fleet.slots:
             assert (s.ref is not None) == (s.state in ("starting", "running"))
             assert s.host is None or s.host.alive
     assert sum(s.restarts for s in fleet.slots) > 100
+
+
+def test_an_actor_without_a_sign_of_life_is_ended_and_restarted(clock):
+    fleet, events, gone = make()
+    up(fleet, 0)
+    up(fleet, 1)
+    fleet.tick(lambda slot: slot.rank == 1)
+    assert [s.state for s in fleet.slots] == ["running", "backoff", "starting"]
+    assert gone == ["actor-1"]
+    assert "no sign of life" in events[0][1]["reason"]

@@ -94,7 +94,7 @@ def test_summary_and_ledger_line(board):
     assert summary["busy"] == {"learner": 0.25, "actors": 0.75}
     assert (summary["steps"], summary["version"], summary["ended"]) == (2, 2, "finished")
     assert ledger_line(board.stats) == (
-        "ledger closed: 10 dispatched = 6 trained + 0 dropped_stale + 1 filtered + 0 failed"
+        "ledger: 10 dispatched = 6 trained + 0 dropped_stale + 1 filtered + 0 failed"
         " + 1 requeued + 0 duplicate + 2 held"
     )
     broken = Stats(counts=COUNTS, gauges={}, conserved=False, state="done")
