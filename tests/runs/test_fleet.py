@@ -8,8 +8,8 @@ import sys
 
 import psutil
 import pytest
-from asyncrl.launch.reaper import processes_of
 
+from asyncrl.launch.processes.reaper import processes_of
 from tests.helpers.run_checks import batches, check_law, check_recording, reconcile, trained_by
 
 pytestmark = [pytest.mark.run, pytest.mark.timeout(900)]

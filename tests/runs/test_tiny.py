@@ -6,8 +6,8 @@ import signal
 
 import psutil
 import pytest
-from asyncrl.launch.reaper import processes_of
 
+from asyncrl.launch.processes.reaper import processes_of
 from tests.helpers.run_checks import (
     batches,
     check_law,
