@@ -104,10 +104,14 @@ class Members:
                 if s.ready and s.applied < version and s.left_alone_until <= now
             ]
 
-    def lacking(self, version: Version) -> list[str]:
-        """Names of the fresh members that have not applied `version`; who failed is left out."""
+    def lacking(self, version: Version, failed: bool = True) -> list[str]:
+        """Names of the fresh members that have not applied `version`.
+
+        `failed`: whether to name those that were cut out and have taken nothing since, too.
+        """
         with self._changed:
-            return [s.member.name for s in self._fresh() if s.applied < version and not s.failures]
+            late = [s for s in self._fresh() if s.applied < version]
+            return [s.member.name for s in late if failed or not s.failures]
 
     def lag(self, version: Version) -> int | None:
         """Versions by which the last of the fresh members is behind; None when there is none."""

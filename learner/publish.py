@@ -32,6 +32,9 @@ STUCK_MARGIN_S = 10.0
 """Seconds beyond its deadline after which the sending thread counts as stuck: NCCL's collectives
 have no deadline of their own."""
 
+FAILED_S = 15.0
+"""How long the end of a run waits for a member that was cut out to come back."""
+
 _LOOK_S = 1.0
 """How often (seconds) who waits looks again, unless woken."""
 
@@ -136,7 +139,8 @@ class BroadcastPublisher:
                 self._wait_until_idle()
 
     def finish(self, timeout_s: float) -> list[str]:
-        """Wait until all fresh members have applied the last version.
+        """Wait until all fresh members have applied the last version; for those that were cut out
+        and have not come back, at most FAILED_S.
 
         Returns:
             Names of those that have not by the deadline.
@@ -146,13 +150,21 @@ class BroadcastPublisher:
         """
         if self._rank != 0:
             return []
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         with self._state:
             self._wait_until_idle()
+            version = self._version
+            if version is None:
+                return []
             while True:
-                lacking = self._members.lacking(self._version) if self._version else []
-                left = deadline - time.monotonic()
-                if not lacking or left <= 0:
+                lacking = self._members.lacking(version)
+                if not lacking:
+                    self._wait_until_idle()  # it may still take note of who took the version
+                    return []
+                hopeful = self._members.lacking(version, failed=False)
+                limit = timeout_s if hopeful else min(timeout_s, FAILED_S)
+                left = began + limit - time.monotonic()
+                if left <= 0:
                     return lacking
                 self._check()
                 self._state.wait(min(left, _LOOK_S))

@@ -23,6 +23,8 @@ from asyncrl.monitor.fleet_view import RoleState
 from asyncrl.types import Version
 
 MAX_BACKOFF_S = 60.0
+GATHER_S = 20.0
+"""How long training waits for the other actors after the first one is set up."""
 
 State = Literal["starting", "ready", "running", "backoff", "gone", "finished"]
 
@@ -81,8 +83,13 @@ class Fleet:
         self._config, self._cluster = config, cluster
         self._spec_of, self._log_of, self._tell, self._gone = spec_of, log_of, tell, gone
         self.slots = [Slot(rank) for rank in range(config.cluster.actors)]
-        self.ever_ready = False
+        self.first_ready: float | None = None
         self.ending = False
+
+    @property
+    def ever_ready(self) -> bool:
+        """Whether an actor has ever been set up."""
+        return self.first_ready is not None
 
     # --- facts -------------------------------------------------------------------------------
 
@@ -98,6 +105,15 @@ class Fleet:
     def over(self) -> bool:
         """Whether every actor has finished or is gone for good."""
         return all(s.state in ("finished", "gone") for s in self.slots)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether training may begin: every actor has been set up once, or failed to, or GATHER_S
+        have passed since the first was. The later ones load faster while nothing trains."""
+        if self.first_ready is None:
+            return False
+        late = time.monotonic() - self.first_ready > GATHER_S
+        return late or not any(s.state == "starting" and not s.failures for s in self.slots)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take note of who produces."""
@@ -141,7 +157,8 @@ class Fleet:
             self.failed(slot, e)
             return
         if slot.state == "starting":
-            slot.state, self.ever_ready = "ready", True
+            slot.state = "ready"
+            self.first_ready = self.first_ready or time.monotonic()
         else:
             slot.state = "finished"
 

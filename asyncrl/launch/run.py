@@ -1,7 +1,7 @@
 """The launcher: every role started, watched and ended.
 
     buffer ‖ learners ‖ actors start ► each actor produces as soon as it is set up
-                                     ► learners train as soon as they are ► summary
+                                     ► learners train once all are, or a little later ► summary
        │                                   │
        waits: a role's set-up,             waits: a role ends or dies; Ctrl-C; stop.wall_s
        by cluster.ready_timeout_s          released by: the learner's last step
@@ -47,6 +47,7 @@ class Run:
         self.to_set_up = set(self.crew.learners)
         self.ended, self.reason = "failed", ""
         self._done: set[str] = set()
+        self._training = False
         self._stopping_since: float | None = None
         self._looked = 0.0
 
@@ -103,6 +104,9 @@ class Run:
                 self.actor_ended(actors[ref], ref)
             else:
                 self.role_ended(ref)
+        if not self._training and not self.to_set_up and crew.fleet.gathered:
+            self._training = True
+            crew.train()
         crew.fleet.tick(partial(self.silent, limit_s=STUCK_S))
         if "learner-0" in self._done:
             for slot in crew.fleet.end(partial(self.silent, limit_s=SILENT_S)):
@@ -145,8 +149,6 @@ class Run:
             raise RoleDiedError(f"buffer-0 ended early; see {self.folder.log_of(name)}")
         if name in self.to_set_up:
             self.to_set_up.discard(name)
-            if not self.to_set_up:
-                self.crew.train()
             return
         self._done.add(name)
         if name == "learner-0":
@@ -196,7 +198,7 @@ class Run:
         if time.monotonic() - self._stopping_since > DRAIN_S:
             self.desk.view.say("killed: what had not ended in time")
             return True
-        return bool(self.to_set_up)  # nothing trains yet: there is nothing to drain
+        return not self._training  # there is nothing to drain
 
     def look_at_buffer(self) -> None:
         """Refresh the board's view of the ledger, at most once a second."""

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.load import load
 from asyncrl.errors import EngineError, RoleDiedError, UserError
 from asyncrl.launch import fleet as fleet_module
-from asyncrl.launch.fleet import MAX_BACKOFF_S, Fleet
+from asyncrl.launch.fleet import GATHER_S, MAX_BACKOFF_S, Fleet
 from asyncrl.types import Version
 
 
@@ -223,3 +223,17 @@ def test_an_actor_without_a_sign_of_life_is_ended_and_restarted(clock):
     assert [s.state for s in fleet.slots] == ["running", "backoff", "starting"]
     assert gone == ["actor-1"]
     assert "no sign of life" in events[0][1]["reason"]
+
+
+def test_training_waits_a_little_for_actors_that_are_still_set_up(clock):
+    fleet, _, _ = make()
+    assert not fleet.gathered
+    up(fleet, 0)
+    assert not fleet.gathered
+    fleet.ended(fleet.slots[1], fails(DIED))
+    up(fleet, 2)
+    assert fleet.gathered, "one that failed is not waited for"
+    fleet, _, _ = make()
+    up(fleet, 0)
+    clock.now += GATHER_S + 1
+    assert fleet.gathered, "nor one that is late"

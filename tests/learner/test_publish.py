@@ -33,7 +33,7 @@ class FakeMembers:
     def behind(self, version: Version) -> list[Member]:
         return [ACTOR] if self.applied < version and not self.failed_ones else []
 
-    def lacking(self, version: Version) -> list[str]:
+    def lacking(self, version: Version, failed: bool = True) -> list[str]:
         return [ACTOR.name] if self.applied < version else []
 
     def lag(self, version: Version) -> int:

@@ -24,12 +24,15 @@ pytestmark = [pytest.mark.run, pytest.mark.timeout(600)]
 def test_six_actors_two_learners(start):
     run = start("--actors", "6", "--learners", "2", "log.wandb=offline", "log.tensorboard=true",
                 "learner.save_final=true")  # fmt: skip
-    run.wait_for_step(5)
+    run.wait_for_step(2)
+    engines = {f"actor-{rank}-core" for rank in range(6)}
+
+    def names():
+        return {p.name() for p in processes_of(run.run_id())}
+
+    run.wait_for(lambda: engines <= names(), "six engines at once")
     processes = processes_of(run.run_id())
-    names = [p.name() for p in processes]
-    cores = {n for n in names if n.startswith("actor-") and n.endswith("-core")}
-    assert cores == {f"actor-{rank}-core" for rank in range(6)}, names
-    assert {"learner-0", "learner-1"} <= set(names)
+    assert {"learner-0", "learner-1"} <= names()
     assert pss_gib(processes) < 20
     assert run.wait() == 0, run.output
     summary = run.summary()
