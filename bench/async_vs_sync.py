@@ -57,7 +57,7 @@ class Plan:
     """Longest life of a run."""
 
 
-FULL = Plan(staleness=(0, 1, 2, 4, 8), steps=14, skip=4, repeats=3, rewards=True)
+FULL = Plan(staleness=(0, 1, 2, 4, 8), steps=10, skip=3, repeats=3, rewards=True)
 QUICK = Plan(staleness=(0, 2), steps=6, skip=2, repeats=1, rewards=False)
 
 
