@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import select
 import signal
-import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from asyncrl.actors.vllm_setup import HOST_PID_ENV
+from asyncrl.roles import end_with
 from asyncrl.weights import ARRIVED, GO, TransferPlan, uses_loopback
 
 
@@ -224,34 +223,18 @@ def end_with_host() -> None:
     """End this worker and its engine core when the process that started the engine ends.
 
     vLLM's engine core does not notice that its client was killed, and would stay with all its
-    memory. Here a thread waits on pidfds, which cannot mistake a reused pid for the host.
+    memory.
     """
     host, core = _host_pid(), _engine_core_pid()
     if host in (0, os.getpid()):
         return
-    watched = [_pidfd(pid) for pid in (host, *core)]
 
-    def watch() -> None:
-        poller = select.poll()
-        for fd in watched:
-            if fd is not None:
-                poller.register(fd, select.POLLIN)
-        if None not in watched:
-            poller.poll()
+    def end_core() -> None:
         # The parent is still our parent only while it lives: never kill a reused pid.
         if core and os.getppid() == core[0]:
             os.kill(core[0], signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="asyncrl-end-with-host", daemon=True).start()
-
-
-def _pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when `pid` ends; None if it has ended already."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
+    end_with(host, *core, first=end_core)
 
 
 if "gloo" not in WeightTransferEngineFactory._registry:

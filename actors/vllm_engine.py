@@ -55,7 +55,8 @@ class VllmEngine:
 
     def __init__(self, llm: Any, tokenizer: Any, version: Version) -> None:
         self._llm = llm
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        """Of its model; None for one without text."""
         self._applied = version
         self._processes: list[psutil.Process] = []
         self._failed: str | None = None
@@ -190,8 +191,8 @@ class VllmEngine:
         versions = np.array([v.version for v in stamps], np.int32)
         incarnations = np.array([v.incarnation for v in stamps], np.int32)
         text = ""
-        if self._tokenizer is not None:
-            text = self._tokenizer.decode(parts.ids, skip_special_tokens=True)
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(parts.ids, skip_special_tokens=True)
         return Generation(
             response_ids=np.array(parts.ids, np.int32),
             logprobs=np.array(parts.logprobs, np.float32),

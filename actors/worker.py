@@ -54,16 +54,11 @@ class ActorWorker:
         Raises:
             EngineError, UserError: vLLM or the reward function cannot be started.
         """
-        from transformers import AutoTokenizer
-
         from asyncrl.actors.vllm_engine import VllmEngine
         from asyncrl.actors.weights import EngineWeights, WeightService
 
         s = self.settings
         began = time.monotonic()
-        tokenizer = AutoTokenizer.from_pretrained(
-            s.model_path, trust_remote_code=self.config.model.trust_remote_code
-        )
         # First of all: a core that is forked must find no thread and no socket here.
         self.engine = await VllmEngine.start(
             self.config, s.model_path, device=s.device, threads=s.threads,
@@ -77,7 +72,7 @@ class ActorWorker:
         await self.reward.start()
 
         def encode(prompt: Prompt) -> list[int]:
-            return encode_prompt(tokenizer, prompt, self.config.task.chat)
+            return encode_prompt(self.engine.tokenizer, prompt, self.config.task.chat)
 
         self.encode = encode
         self.ids = IdLog(s.ids_path)

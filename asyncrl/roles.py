@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +54,28 @@ class RoleSettings:
     def ids_path(self) -> str:
         """Its list of sample ids."""
         return os.path.join(self.run_dir, "logs", f"{self.name}.ids.tsv")
+
+
+def end_with(*pids: int, first: Callable[[], None] = lambda: None) -> None:
+    """End this process when one of `pids` ends, or has ended; `first` is called just before.
+
+    A thread waits on pidfds, which cannot mistake a reused pid for the process that is meant.
+    """
+    fds: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            fds.append(os.pidfd_open(pid))
+
+    def watch() -> None:
+        poller = select.poll()
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
+        if len(fds) == len(pids):
+            poller.poll()
+        first()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="asyncrl-end-with", daemon=True).start()
 
 
 def name_process(name: str) -> None:

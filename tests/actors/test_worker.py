@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 import zmq
 import zmq.asyncio
 
@@ -38,14 +37,22 @@ from asyncrl.metrics import TimeShares
 from asyncrl.roles import RoleSettings
 from asyncrl.types import BatchPart, GroupId, Prompt, Version
 from tests.helpers.fake_engine import FakeEngine
+from tests.weights.fakes import FakeEngine as ScriptedEngine
 
 GROUP, BATCH = 2, 4
 DEADLINE_S = 120
 INFO = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
 
 
+class Tokenizer:
+    def encode(self, text: str) -> list[int]:
+        return [1, 2, 3]
+
+
 class UpdatableEngine(FakeEngine):
     """A fake engine that takes versions."""
+
+    tokenizer = Tokenizer()
 
     async def died(self) -> str:
         await asyncio.Event().wait()
@@ -64,11 +71,6 @@ class UpdatableEngine(FakeEngine):
 
     def fail(self, reason: str) -> None:
         self.failed = reason
-
-
-class Tokenizer:
-    def encode(self, text: str) -> list[int]:
-        return [1, 2, 3]
 
 
 class Records:
@@ -178,9 +180,6 @@ def hosted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
         return UpdatableEngine()
 
     monkeypatch.setattr(VllmEngine, "start", start)
-    monkeypatch.setattr(
-        transformers.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: Tokenizer()
-    )
 
     @asynccontextmanager
     async def make(config: Config) -> AsyncIterator[Host]:
@@ -294,30 +293,19 @@ def test_an_actor_whose_weights_service_breaks_ends(
 def test_the_time_of_an_update_ends_with_it_however_it_ends(fails: str, seconds: float) -> None:
     now = 0.0
 
-    class Engine(UpdatableEngine):
-        async def _step(self, name: str) -> None:
-            nonlocal now
-            now += 1.0
-            if name == fails:
-                raise WeightSyncError(name)
-
-        async def begin_update(self) -> None:
-            await self._step("begin")
-
-        async def receive_update(self, info: Mapping[str, Any]) -> None:
-            await self._step("receive")
-
-        async def commit_update(self, version: Version) -> None:
-            await self._step("commit")
-            await super().commit_update(version)
-
-    shares = TimeShares(clock=lambda: now)
+    def tick(step: str) -> None:
+        nonlocal now
+        now += step in ("begin", "receive", "commit")
 
     async def publish() -> None:
-        weights = EngineWeights(Engine(), timeout_s=30.0, staged=True, shares=shares)
+        engine = ScriptedEngine(fails=fails)
+        engine.on_step = tick
+        weights = EngineWeights(engine, timeout_s=30.0, staged=True, shares=shares)
         await weights.begin(Version(0, 1))
         await weights.receive(INFO)
         await weights.commit(Version(0, 1))
+
+    shares = TimeShares(clock=lambda: now)
 
     with pytest.raises((WeightSyncError, EngineError)) if fails else nullcontext():
         asyncio.run(publish())

@@ -76,10 +76,15 @@ def test_who_is_gone_or_replaced_is_not_heard_and_not_missed() -> None:
     assert clients.newly_silent(4.0) == clients.newly_silent(99.0) == []
 
 
-def test_a_silent_actor_loses_its_leases_and_is_served_again_when_it_speaks(serve: Serve) -> None:
+def watchful(serve: Serve) -> tuple[Clock, Any]:
+    """A clock, and a server on it by which an actor is silent after 10 s."""
     clock = Clock()
     options = {"clock": clock, "silent_after_s": 10.0}
-    server = serve(max_staleness=0, lease_timeout_s=600.0, server=options)
+    return clock, serve(max_staleness=0, lease_timeout_s=600.0, server=options)
+
+
+def test_a_silent_actor_loses_its_leases_and_is_served_again_when_it_speaks(serve: Serve) -> None:
+    clock, server = watchful(serve)
 
     async def scenario() -> None:
         async with actor(server, 0) as a, actor(server, 1) as b:
@@ -113,9 +118,7 @@ def test_a_silent_actor_loses_its_leases_and_is_served_again_when_it_speaks(serv
 
 def test_a_silent_actor_has_no_request_that_could_be_granted(serve: Serve) -> None:
     """However long it asked to wait: it is answered, with nothing, while it is not silent yet."""
-    clock = Clock()
-    options = {"clock": clock, "silent_after_s": 10.0}
-    server = serve(max_staleness=0, lease_timeout_s=600.0, server=options)
+    clock, server = watchful(serve)
 
     async def scenario() -> None:
         async with actor(server, 0) as a, actor(server, 1) as b:

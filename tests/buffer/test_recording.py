@@ -451,7 +451,7 @@ samples = retired(5000)
 print("ready", flush=True)
 for sample in samples:
     writer.put([sample])
-    time.sleep(0.0002)
+    time.sleep(0.0002)  # so that it is killed in the middle, whatever the disk's speed
 """
 
 

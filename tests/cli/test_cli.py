@@ -107,6 +107,15 @@ def test_traceback_on_request(tmp_path: Path) -> None:
     assert "asyncrl.errors.ConfigError" in done.stderr
 
 
+def assert_runs(code: str, folder: Path) -> None:
+    """Run Python code in a fresh interpreter: it must end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120,
+        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "args", [["--help"], ["launch", "--help"], ["config", "list"], ["version"]]
 )
@@ -117,11 +126,7 @@ def test_light_commands_load_nothing_heavy(args: list[str], tmp_path: Path) -> N
         f"heavy = [n for n in {HEAVY!r} if n in sys.modules]\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert_runs(code, tmp_path)
 
 
 def test_importing_the_commands_loads_only_what_help_needs(tmp_path: Path) -> None:
@@ -132,11 +137,7 @@ def test_importing_the_commands_loads_only_what_help_needs(tmp_path: Path) -> No
         f"heavy = [n for n in {heavy!r} if n in sys.modules]\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert_runs(code, tmp_path)
 
 
 def test_dry_run_loads_nothing_heavy_and_starts_nothing(model: Path, tmp_path: Path) -> None:
@@ -145,11 +146,7 @@ def test_dry_run_loads_nothing_heavy_and_starts_nothing(model: Path, tmp_path: P
         f"assert m.main(['launch', '--dry-run', '-c', 'tiny', 'model.name={model}']) == 0\n"
         f"assert not [n for n in {HEAVY!r} if n in sys.modules]\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert_runs(code, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 

@@ -20,6 +20,7 @@ from asyncrl.launch.processes import forkserver, start
 from asyncrl.launch.processes.hosts import RoleHost, role_env
 from asyncrl.launch.processes.role_main import RoleSpec
 from asyncrl.roles import RoleSettings
+from tests.helpers.eventually import eventually
 
 LIGHT = ("asyncrl.buffer.server", "no_such_module")
 END_S = 30
@@ -102,10 +103,7 @@ def test_a_killed_role_is_told_to_its_host(host, tmp_path):
 
 
 def wait_for_text(path, text):
-    deadline = time.monotonic() + END_S
-    while text not in path.read_text():
-        assert time.monotonic() < deadline, path.read_text()
-        threading.Event().wait(0.05)
+    eventually(lambda: text in path.read_text(), path.read_text, END_S)
 
 
 def test_a_killed_server_leaves_its_roles_and_another_takes_its_place(host):

@@ -11,6 +11,7 @@ import zmq
 from asyncrl import wire
 from asyncrl.hub import Hub, HubClient
 from asyncrl.sinks import JsonlSink
+from tests.helpers.eventually import eventually
 
 
 def record(k=0, role="actor", rank=0, **fields):
@@ -124,10 +125,7 @@ def test_a_hanging_sink_loses_only_its_own_records(tmp_path, jsonl, caplog):
 
 
 def assert_reaches(sink, step, timeout=30):
-    deadline = time.monotonic() + timeout
-    while not (sink.seen and sink.seen[-1]["step"] == step):
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
+    eventually(lambda: sink.seen and sink.seen[-1]["step"] == step, timeout_s=timeout)
 
 
 def test_close_leaves_a_hanging_sink_behind_and_says_so(tmp_path, jsonl, caplog):
@@ -237,10 +235,7 @@ def test_a_full_disk_is_told_once_counted_and_leaves_no_torn_line(tmp_path, json
     disk.full = True
     for k in range(3):
         hub.write(record(k, event={"event": "told"}))
-    deadline = time.monotonic() + 30
-    while hub.metrics() != {"hub/sink_dropped/JsonlSink": 3.0}:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(lambda: hub.metrics() == {"hub/sink_dropped/JsonlSink": 3.0})
     disk.full = False
     hub.write(record(9))
     hub.close()
@@ -264,10 +259,7 @@ def test_close_ends_though_a_role_never_ceases(tmp_path, jsonl, monkeypatch):
     thread = threading.Thread(target=talk)
     thread.start()
     try:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "metrics.jsonl").stat().st_size:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        eventually(lambda: (tmp_path / "metrics.jsonl").stat().st_size)
         began = time.monotonic()
         hub.close()
         assert time.monotonic() - began < 20

@@ -46,6 +46,13 @@ class Learner:
             self.fleet.add(name)
         assert self.members.wait_for(len(names), 30)
 
+    def start_three(self, phase: str) -> None:
+        """Start a, b and c; in one group, unless the next thing is to join."""
+        self.start("a", "b", "c")
+        if phase != "join":
+            self.publish()
+            self.publisher.wait()
+
     def publish(self) -> Version:
         self.version = Version(0, self.version.version + 1)
         self.publisher.publish(self.version)
@@ -82,10 +89,7 @@ PHASES = ["join", "begin", "receive", "commit"]
 @pytest.mark.parametrize("learner", [80.0], indirect=True)  # 10 s for each step
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_death_at_any_phase_costs_the_others_nothing(learner: Learner, phase: str) -> None:
-    learner.start("a", "b", "c")
-    if phase != "join":
-        learner.publish()
-        learner.publisher.wait()
+    learner.start_three(phase)
     learner.fleet.dies_at("b", phase)
     started = time.monotonic()
     version = learner.publish()
@@ -104,10 +108,7 @@ def test_a_death_at_any_phase_costs_the_others_nothing(learner: Learner, phase: 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_silence_at_any_phase_is_cut_out_and_comes_back(learner: Learner, phase: str) -> None:
-    learner.start("a", "b", "c")
-    if phase != "join":
-        learner.publish()
-        learner.publisher.wait()
+    learner.start_three(phase)
     learner.fleet.actors["b"].engine.hangs = phase
     before = learner.fleet.actors["a"].engine.steps.count("begin")
     started = time.monotonic()

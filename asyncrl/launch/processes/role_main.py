@@ -13,18 +13,16 @@ import asyncio
 import faulthandler
 import logging
 import os
-import select
 import signal
 import socket
 import sys
-import threading
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
-from asyncrl.roles import RoleSettings, name_process
+from asyncrl.roles import RoleSettings, end_with, name_process
 from asyncrl.types import Version
 
 if TYPE_CHECKING:
@@ -186,22 +184,6 @@ def _own_process(start: Start) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )  # fmt: skip
     name_process(start.name)
-
-
-def end_with(pid: int) -> None:
-    """End this process when `pid` ends: a host that was killed leaves no role behind."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def watch() -> None:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        poller.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="asyncrl-end-with-host", daemon=True).start()
 
 
 def main() -> None:
