@@ -152,7 +152,10 @@ class ActorWorker:
         evals = self.config.eval
         known = first and evals.at_start and final == INITIAL  # nothing was trained
         if final is not None and evaluate and evals.at_end and evals.samples and not known:
-            if await self._reaches(final, LAST_VERSION_S, "the last version"):
+            what = f"the last version, {final}"
+            with self.waits.on(what, owner="learner-0", deadline_s=LAST_VERSION_S):
+                came = await self._reaches(final, LAST_VERSION_S)
+            if came:
                 await self._evaluate()
             else:
                 self._event("eval_skipped", reason=f"{final} did not come", runs=str(final))
@@ -191,27 +194,27 @@ class ActorWorker:
 
     async def _catch_up(self, version: Version) -> None:
         """Wait for the learner to send what it has published, unless the run ends first."""
-        timeout, what = self.config.weights.timeout_s * 2, "the current version"
+        timeout, what = self.config.weights.timeout_s * 2, f"the current version, {version}"
         deadline = time.monotonic() + timeout
-        while not await self._reaches(version, STOP_POLL_S, what):
-            if (await self.client.stats()).state == "done":
-                return
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"{self.settings.name} waited {timeout:.0f} s for learner-0 to send {what}, "
-                    f"{version}; it still runs {self.engine.applied}"
-                )
+        with self.waits.on(what, owner="learner-0", deadline_s=timeout):
+            while not await self._reaches(version, STOP_POLL_S):
+                if (await self.client.stats()).state == "done":
+                    return
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"{self.settings.name} waited {timeout:.0f} s for learner-0 to send "
+                        f"{what}; it still runs {self.engine.applied}"
+                    )
 
-    async def _reaches(self, version: Version, within_s: float, what: str) -> bool:
+    async def _reaches(self, version: Version, within_s: float) -> bool:
         """Whether the engine runs `version`, or a newer one, by the deadline."""
-        with self.waits.on(f"{what}, {version}", owner="learner-0", deadline_s=within_s):
-            try:
-                async with asyncio.timeout(within_s):
-                    while self.engine.applied < version:
-                        self._applied_event.clear()
-                        await self._applied_event.wait()
-            except TimeoutError:
-                return False
+        try:
+            async with asyncio.timeout(within_s):
+                while self.engine.applied < version:
+                    self._applied_event.clear()
+                    await self._applied_event.wait()
+        except TimeoutError:
+            return False
         return True
 
     async def _evaluate(self) -> None:

@@ -137,9 +137,8 @@ class LearnerWorker:
                 self._publish()
             reason = self.stop_rules.after_batch(batch, metrics) if s.rank == 0 else None
             if reason is not None and batch < config.run.steps:
-                self.client.stop(
-                    reason, evaluate=True
-                )  # which the next pull of every rank is answered with
+                # With which the next pull of every rank is answered.
+                self.client.stop(reason, evaluate=True)
         self._finish(ended)
         return ended
 
