@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 CONFIG ?= quickstart
 ARGS ?=
-BENCH ?= startup async_vs_sync peers
+BENCH ?= startup async_vs_sync peers buffer
 
 .PHONY: help run install install-dev bench-install bench test lint soak clean
 
@@ -18,7 +18,7 @@ help:
 	@echo "make test      install, then linters, types, import rules and every test that needs no GPU"
 	@echo "make lint      ruff, mypy and the import rules alone"
 	@echo "make soak      the long proofs"
-	@echo "make bench     the benchmarks: BENCH='startup async_vs_sync peers' into bench/results/ (hours; ARGS=--quick: minutes)"
+	@echo "make bench     the benchmarks: BENCH='$(BENCH)' into bench/results/ (hours; ARGS=--quick: minutes)"
 	@echo "make clean     remove the environment and caches"
 
 $(VENV)/.installed-$(KIND): requirements/torch.txt requirements/$(KIND).txt pyproject.toml

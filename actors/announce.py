@@ -16,6 +16,7 @@ import zmq
 
 from asyncrl import wire
 from asyncrl.actors.weights import WeightService
+from asyncrl.security import Keys, secure_client
 from asyncrl.types import Version
 
 ANNOUNCE_S = 1.0
@@ -37,6 +38,7 @@ class Announcer:
         name: str,
         workers: int,
         applied: Callable[[], Version],
+        keys: Keys | None = None,
     ) -> None:
         self._service = service
         self._name, self._workers = name, workers
@@ -47,6 +49,7 @@ class Announcer:
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 100)
         self._socket.setsockopt(zmq.SNDHWM, 2)  # old ones are of no use to anybody
+        secure_client(self._socket, keys)
         self._socket.connect(fleet_endpoint)
         service.on_idle = self.look
 

@@ -271,6 +271,9 @@ def build_trajectory(
 ) -> Trajectory:  # fmt: skip
     """The trajectory of a generation: every response token is a policy token.
 
+    The header's lowest and highest version are those by number: after a restart of the learner
+    from a checkpoint, tokens of the later incarnation may have the lower number.
+
     Raises:
         EngineError: the engine returned no token, or a token without a version.
     """
@@ -279,14 +282,16 @@ def build_trajectory(
         raise EngineError(f"the engine returned no token for sample {tuple(sample)}")
     if (generation.versions == NO_VERSION).any():
         raise EngineError(f"sample {tuple(sample)} has tokens without a version")
-    pairs = [Version(int(i), int(v)) for i, v in zip(
-        generation.incarnations, generation.versions, strict=True)]  # fmt: skip
+    by_number = set(
+        zip(generation.versions.tolist(), generation.incarnations.tolist(), strict=True)
+    )
+    (v_min, i_min), (v_max, i_max) = min(by_number), max(by_number)
     if not math.isfinite(reward):
         raise ValueError(f"reward {reward} of sample {tuple(sample)} is not finite")
     header = SampleHeader(
         id=sample, lease=lease, actor=actor, prompt_tokens=len(prompt_ids),
-        response_tokens=length, policy_tokens=length, version_min=min(pairs),
-        version_max=max(pairs), version_dispatch=generation.version_dispatch,
+        response_tokens=length, policy_tokens=length, version_min=Version(i_min, v_min),
+        version_max=Version(i_max, v_max), version_dispatch=generation.version_dispatch,
         version_finish=generation.version_finish, reward=float(reward),
         finish_reason=generation.finish_reason, temperature=temperature,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from asyncrl.errors import (
 )
 from asyncrl.metrics import TimeShares
 from asyncrl.protocols import WeightSubscriber
+from asyncrl.security import MAX_CONTROL_BYTES, Keys, secure_server
 from asyncrl.types import Version
 from asyncrl.weights import TransferPlan, publication_deadline_s
 
@@ -227,11 +228,15 @@ class WeightService:
     `wait` says why. `on_idle`, when set, is called after each request served.
     """
 
-    def __init__(self, subscriber: WeightSubscriber, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, subscriber: WeightSubscriber, host: str = "127.0.0.1", keys: Keys | None = None
+    ) -> None:
         self._subscriber = subscriber
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
+        self.gate = secure_server(self._socket, keys)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._task: asyncio.Task[None] | None = None

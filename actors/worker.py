@@ -65,7 +65,7 @@ class ActorWorker:
             seed=self.config.run.seed + s.rank, weight_backend=s.weight_backend,
             fork=s.forked,
         )  # fmt: skip
-        self.hub = HubClient(s.hub_endpoint, "actor", s.rank)
+        self.hub = HubClient(s.hub_endpoint, "actor", s.rank, keys=s.keys)
         self._startup("engine", began)
         began = time.monotonic()
         self.reward = (InlineReward if s.inline_reward else RewardWorker)(self.config.task)
@@ -82,7 +82,7 @@ class ActorWorker:
             self.engine, timeout_s=self.config.weights.timeout_s,
             staged=s.weight_backend == "gloo", on_applied=self._on_applied, shares=self.shares,
         )  # fmt: skip
-        self.weights = WeightService(subscriber, host=s.host)
+        self.weights = WeightService(subscriber, host=s.host, keys=s.keys)
         self._startup("reward", began)
 
     async def run(self, buffer: str, fleet: str, at_least: Version, first: bool) -> None:
@@ -98,7 +98,7 @@ class ActorWorker:
             EngineError, DeadlineError: the engine, the buffer or a version is missing.
         """
         s = self.settings
-        self.client = AsyncBufferClient(buffer, s.run_id, "actor", s.rank)
+        self.client = AsyncBufferClient(buffer, s.run_id, "actor", s.rank, keys=s.keys)
         self.loop = RolloutLoop(
             self.config, name=s.name, engine=self.engine, client=self.client,
             reward=self.reward, encode=self.encode, shares=self.shares, ids=self.ids,
@@ -108,7 +108,7 @@ class ActorWorker:
         self.weights.start()
         self.announcer = Announcer(
             fleet, self.weights, name=s.name, workers=self.config.engine.tensor_parallel,
-            applied=lambda: self.engine.applied,
+            applied=lambda: self.engine.applied, keys=s.keys,
         )  # fmt: skip
         self._announcing: asyncio.Task[None] | None = None
         await self.client.hello()
@@ -257,7 +257,7 @@ class ActorWorker:
         assert self.loop is not None
         meter = ActorMeter(self.loop, self.reward, self.shares)
         return Pulse(
-            self.hub, waits=self.waits, metrics=[meter.read],
+            self.hub, waits=self.waits, metrics=[meter.read, self.weights.gate.metrics],
             position=lambda: (self._step_of(self.engine.applied), self.engine.applied),
             children=True,
         )  # fmt: skip

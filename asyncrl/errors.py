@@ -40,6 +40,16 @@ class WireError(AsyncRLError, ValueError):
     """A message does not follow the wire format (see docs/wire.md)."""
 
 
+class HelloNeeded(WireError):
+    """The buffer does not know who asks: a client says hello (again) and resends."""
+
+
+class StoreError(AsyncRLError, RuntimeError):
+    """The buffer's durable store is full, corrupt, another run's or in use; says what to do."""
+
+    exit_code = 2
+
+
 class LedgerError(AsyncRLError, RuntimeError):
     """A caller asked the ledger for something its state forbids."""
 

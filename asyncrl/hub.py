@@ -24,6 +24,7 @@ import zmq
 from asyncrl import wire
 from asyncrl.errors import WireError
 from asyncrl.protocols import MetricSink
+from asyncrl.security import MAX_CONTROL_BYTES, Keys, secure_client, secure_server
 from asyncrl.sinks import QUEUE_RECORDS, Outlet
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,14 @@ class HubClient:
     Never blocks but for another thread's `emit`.
     """
 
-    def __init__(self, endpoint: str, role: str, rank: int = 0) -> None:
+    def __init__(
+        self, endpoint: str, role: str, rank: int = 0, *, keys: Keys | None = None
+    ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.SNDHWM, 10_000)
+        secure_client(self._socket, keys)
         self._socket.connect(endpoint)
         self._role, self._rank = role, rank
         self._lock = threading.Lock()
@@ -97,11 +101,13 @@ class Hub:
         listeners: each is called with every record, before the sinks have it (`listen`).
         run_id: stamped on each record.
         host: address to bind.
+        keys: CURVE keys; None is plain text.
         queue_records: how many records may wait for a sink that is not lossless.
     """
 
     def __init__(
         self, sinks: Sequence[MetricSink], *, run_id: str, host: str = "127.0.0.1",
+        keys: Keys | None = None,
         listeners: Sequence[Listener] = (), queue_records: int = QUEUE_RECORDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -113,6 +119,8 @@ class Hub:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 100_000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
+        self._gate = secure_server(self._socket, keys)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self.malformed = 0
@@ -168,7 +176,7 @@ class Hub:
         """Losses so far, for the launcher's own records; only what is not 0."""
         values = {f"hub/sink_dropped/{o.name}": float(o.dropped) for o in self._outlets}
         values["hub/malformed"] = float(self.malformed)
-        return {name: value for name, value in values.items() if value}
+        return {name: value for name, value in values.items() if value} | self._gate.metrics()
 
     def drain(self) -> None:
         """Take what is still queued at the socket, and listen no more; `write` goes on."""

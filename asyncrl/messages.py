@@ -12,7 +12,7 @@ import msgspec
 
 from asyncrl.types import FailureKind, Lease, SampleHeader, SampleId, Version
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the wire format; a message of another one is refused."""
 
 State = Literal["running", "stopping", "done"]
@@ -38,6 +38,10 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     role: str
     rank: int
     pid: int
+    resumed: bool = False
+    """The same process says hello again, because the buffer was restarted."""
+    leases: tuple[int, ...] = ()
+    """With `resumed`, the leases that the actor works on; others that it had are freed."""
 
 
 class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease_request"):
@@ -52,7 +56,7 @@ class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease_request"):
 
 
 class Push(Message, frozen=True, kw_only=True, tag="push"):
-    """A finished sample, with its array frames. Reply: Ack."""
+    """A finished sample; its payload is the one frame that follows. Reply: Ack."""
 
     header: SampleHeader
 
@@ -95,6 +99,21 @@ class Published(Message, frozen=True, kw_only=True, tag="published"):
     version: Version
 
 
+class Covered(Message, frozen=True, kw_only=True, tag="covered"):
+    """A checkpoint of the learner covers all batches up to this one. Reply: Ok."""
+
+    batch: int
+
+
+class Rewind(Message, frozen=True, kw_only=True, tag="rewind"):
+    """The learner restarted from the checkpoint that covers batch k. Reply: Ok."""
+
+    batch: int
+    """0: from the initial model."""
+    incarnation: int
+    """Of the restarted learner: above the last one."""
+
+
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     """End the run: no more leases, no more batches. Reply: Ok."""
 
@@ -122,6 +141,9 @@ class StatsRequest(Message, frozen=True, kw_only=True, tag="stats_request"):
 class Ok(Message, frozen=True, kw_only=True, tag="ok"):
     """Done."""
 
+    checkpoint: bool = False
+    """To a Commit: bytes hold actors back until a checkpoint covers what is kept (Covered)."""
+
 
 class Error(Message, frozen=True, kw_only=True, tag="error"):
     """Refused. `error` is the class of asyncrl.errors, `message` says why."""
@@ -140,7 +162,7 @@ class Leases(Message, frozen=True, kw_only=True, tag="leases"):
     evaluate: bool = False
     """With state "done": whether to evaluate it."""
     held_back: bool = False
-    """True when admission, not a lack of prompts, is why there are none."""
+    """True when admission or bytes, not a lack of prompts, are why there are none."""
 
 
 class Ack(Message, frozen=True, kw_only=True, tag="ack"):
@@ -150,11 +172,13 @@ class Ack(Message, frozen=True, kw_only=True, tag="ack"):
 
 
 class Part(Message, frozen=True, kw_only=True, tag="part"):
-    """A rank's part of a batch; the frames of its samples follow, in the order of `mine`."""
+    """A rank's part of a batch; the payloads of its samples follow, in the order of `mine`."""
 
     batch: int
     rank: int
     manifest: tuple[SampleHeader, ...]
+    fresh: int
+    """`manifest[:fresh]` are fresh samples, `manifest[fresh:]` are replayed ones."""
     mine: tuple[int, ...]
 
 
@@ -266,8 +290,8 @@ class Record(Message, frozen=True, kw_only=True, tag="record"):
 
 
 AnyMessage = (
-    Hello | LeaseRequest | Push | Progress | Fail | Pull | Commit | Published | Stop
-    | Gone | StatsRequest | Ok | Error | Leases | Ack | Part | NotYet | Stopped | Stats
+    Hello | LeaseRequest | Push | Progress | Fail | Pull | Commit | Published | Covered | Rewind
+    | Stop | Gone | StatsRequest | Ok | Error | Leases | Ack | Part | NotYet | Stopped | Stats
     | Announce | WeightsInit | WeightsBegin | WeightsReceive | WeightsCommit | Record
 )  # fmt: skip
 """Whatever may arrive."""

@@ -18,11 +18,9 @@ import msgspec
 
 from asyncrl import wire
 from asyncrl.errors import DataError, WireError
-from asyncrl.types import ARRAY_FIELDS, Envelope, SampleId, Trajectory, Version
+from asyncrl.types import Envelope, SampleId, Trajectory, Version
 
 INDEX = "index.jsonl"
-FRAMES = 1 + len(ARRAY_FIELDS)
-"""Of a sample: a `push` header and its arrays."""
 
 Outcome = Literal["trained", "dropped_stale", "filtered", "failed", "held"]
 
@@ -49,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     lease: int
     actor: str
     version_min: Version
-    """Oldest version of a policy token."""
+    """As in the header: the lowest by number."""
     version_max: Version
     outcome: Outcome
     """failed: its group was given up. held: the run ended first."""
@@ -82,8 +80,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_sample(envelope: Envelope) -> bytes:
-    """The frames of a sample's `push`, with request number 0, each after its length (uint32)."""
-    frames = wire.encode(wire.Push(header=envelope.header), envelope.frames)
+    """The two frames of a sample's `push`, with `req` 0, each after its length (uint32)."""
+    frames = wire.encode(wire.Push(header=envelope.header), [envelope.payload])
     return b"".join(p for f in frames for p in (len(f).to_bytes(4, "little"), f))
 
 
@@ -94,14 +92,14 @@ def decode_sample(data: bytes | memoryview) -> Envelope:
         WireError: not the frames of one sample, or of another schema.
     """
     frames, at = [], 0
-    for _ in range(FRAMES):
+    for _ in range(2):  # header and payload
         size = int.from_bytes(data[at : at + 4], "little")
         frames.append(bytes(data[at + 4 : at + 4 + size]))
         at += 4 + size
-    message, arrays = wire.decode(frames)
+    message, payloads = wire.decode(frames)
     if not isinstance(message, wire.Push) or at != len(data):
         raise WireError(f"{len(data)} bytes are not the frames of one sample")
-    return Envelope(message.header, arrays)
+    return Envelope(message.header, payloads[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ class Recorded:
     folder: Path
 
     def envelope(self) -> Envelope:
-        """Header and array frames as they travelled.
+        """Header and payload as they travelled.
 
         Raises:
             DataError: the frames cannot be read.
@@ -133,8 +131,9 @@ class Recorded:
 def read_recording(folder: str | os.PathLike[str]) -> Iterator[Recorded]:
     """The samples of a run's `trajectories/`, in the order in which they retired.
 
-    A torn last line is left out, and so are samples whose frames are not there whole. A recording
-    that is still being written may be read.
+    A sample whose batch was trained again, after the learner's restart, comes again, with the
+    later incarnation. A torn last line is left out, and so are samples whose frames are not there
+    whole. A recording that is still being written may be read.
 
     Raises:
         DataError: there is no index, or one of its whole lines is malformed.

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl.security import Keys
+
 INTERRUPTED = "interrupted"
 """The reason of a stop that the user asked for: no last version is evaluated after it."""
 
@@ -38,12 +40,16 @@ class RoleSettings:
     run_dir: str
     host: str = "127.0.0.1"
     """Address that its sockets bind."""
+    port: int = 0
+    """Port of the buffer's socket; 0 is the system's choice."""
     visible_gpus: str | None = None
     """Ids of the GPUs it may see; None leaves them to Ray."""
     forked: bool = False
     """Whether it is forked from the machine's fork server, and its engine's core from it."""
     inline_reward: bool = False
     """Whether the reward runs in the actor's own process, where a debugger can stop in it."""
+    keys: Keys | None = None
+    """Of the data plane; None: plain text."""
 
     @property
     def name(self) -> str:

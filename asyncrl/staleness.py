@@ -109,7 +109,7 @@ class SampleStaleness:
     steps: int
     """`head` in optimizer batches: n per version."""
     prior_incarnation: bool
-    """True if a token is of an earlier incarnation than the learner's."""
+    """True if it was dispatched in an earlier incarnation than the learner's."""
 
 
 def sample_staleness(
@@ -133,7 +133,8 @@ def sample_staleness(
         in_flight=behind(header.version_finish, header.version_dispatch),
         in_queue=behind(current, header.version_finish),
         steps=head * batches_per_publication,
-        prior_incarnation=header.version_min.incarnation < current.incarnation,
+        # Not that of version_min: its number is the lowest, its incarnation need not be.
+        prior_incarnation=header.version_dispatch.incarnation < current.incarnation,
     )
 
 
@@ -142,10 +143,12 @@ def check_bound(
     current: Version,
     max_staleness: int,
     on_stale: Literal["drop", "raise"] = "drop",
+    setting: str = "buffer.max_staleness",
 ) -> tuple[int, ...]:
     """Indexes into `manifest` of the samples whose head staleness exceeds S, in order.
 
-    The last check, at the consumer: admission makes the answer empty in a healthy run.
+    The last check, at the consumer: admission makes the answer empty in a healthy run. `setting`
+    is what sets S, for the error.
 
     Raises:
         StalenessError: with `on_stale="raise"`, if there is any; it names the worst.
@@ -156,7 +159,7 @@ def check_bound(
         worst = max(stale, key=lambda i: heads[i])
         h = manifest[worst]
         raise StalenessError(
-            f"{len(stale)} of {len(manifest)} samples exceed buffer.max_staleness={max_staleness} "
+            f"{len(stale)} of {len(manifest)} samples exceed {setting}={max_staleness} "
             f"at version {current}; worst: {'/'.join(map(str, h.id))} with head staleness "
             f"{heads[worst]} (tokens {h.version_min} to {h.version_max}, dispatched at "
             f"{h.version_dispatch}, lease {h.lease}, {h.actor})"

@@ -156,11 +156,13 @@ class SampleHeader:
     policy_tokens: int
     """Response tokens that carry loss (sum of the loss mask)."""
     version_min: Version
-    """Oldest version of a policy token."""
+    """Version of a policy token with the lowest version number (of those: lowest incarnation).
+    Numbers are compared across incarnations, since staleness and its bound are."""
     version_max: Version
-    """Newest version of a policy token."""
+    """Likewise the highest number (of those: highest incarnation)."""
     version_dispatch: Version
-    """Version applied by the engine when the request was issued."""
+    """Version applied by the engine when the request was issued.
+    No token is of a lower incarnation."""
     version_finish: Version
     """Version of the last token: its own stamp."""
     reward: float
@@ -211,21 +213,53 @@ ARRAY_FIELDS: tuple[tuple[str, str], ...] = (
     ("incarnations", "<i4"),
     ("loss_mask", "|u1"),
 )
-"""Trajectory arrays in wire order, with their little-endian numpy dtypes."""
+"""Trajectory arrays in wire order, with their little-endian numpy dtypes; those of one byte an
+element come last, so that back to back all are aligned."""
+
+PROMPT_TOKEN_BYTES = 4
+"""Bytes in a sample's payload for each prompt token: the first of ARRAY_FIELDS."""
+RESPONSE_TOKEN_BYTES = 17
+"""Bytes in a sample's payload for each response token: the rest of ARRAY_FIELDS."""
+SAMPLE_OVERHEAD = 2048
+"""Bytes that the buffer counts for a sample besides its payload: its header and its records."""
 
 
-@dataclass(frozen=True, slots=True)
 class Envelope:
-    """A sample as the buffer keeps it: its header decoded, its array frames as they came."""
+    """A sample as the buffer keeps it: its header decoded, its arrays as they came.
 
-    header: SampleHeader
-    frames: tuple[bytes | memoryview, ...]
-    """One raw frame for each of ARRAY_FIELDS."""
+    A subclass may have its payload elsewhere and override `payload` and `nbytes`.
+
+    >>> Envelope(None, bytes(25)).nbytes
+    25
+    """
+
+    __slots__ = ("_payload", "header")
+
+    def __init__(self, header: SampleHeader, payload: bytes | memoryview) -> None:
+        self.header = header
+        self._payload = payload
+
+    @property
+    def payload(self) -> bytes | memoryview:
+        """The arrays of ARRAY_FIELDS back to back: 4 P + 17 T bytes."""
+        return self._payload
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array frames."""
-        return sum(len(f) for f in self.frames)
+        """Bytes of the payload."""
+        return len(self._payload)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal header and equal bytes, wherever these are."""
+        if not isinstance(other, Envelope):
+            return NotImplemented
+        return self.header == other.header and self.payload == other.payload
+
+    def __hash__(self) -> int:
+        return hash(self.header)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.header!r}, <{self.nbytes} bytes>)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,3 +278,5 @@ class BatchPart:
     """Indexes into `manifest` of the samples that this rank holds."""
     envelopes: tuple[Envelope, ...]
     """The samples of `mine`, in that order."""
+    fresh: int
+    """`manifest[:fresh]` are fresh samples, `manifest[fresh:]` were trained before (replay)."""

@@ -1,9 +1,10 @@
-"""The one codec of the data plane: a msgpack header, then raw array frames (docs/wire.md).
+"""The one codec of the data plane: a msgpack header, then raw payloads (docs/wire.md).
 
 A message is a ZeroMQ multipart: frame 0 is a msgpack map with the keys `type` (the tag),
-`schema` (SCHEMA), `req` (echoed in the reply) and the message's own fields; samples add one raw
-little-endian frame for each of `types.ARRAY_FIELDS`, in that order. Nothing is pickled, and
-decoding checks every type, so that a malformed message is a WireError and nothing else.
+`schema` (SCHEMA), `req` (echoed in the reply) and the message's own fields. Each sample adds one
+frame, its payload: the arrays of `types.ARRAY_FIELDS` back to back, little-endian, in that order.
+Nothing is pickled, and decoding checks every type, so that a malformed message is a WireError and
+nothing else.
 
 The messages themselves are in asyncrl.messages; `X as X` below lets callers say `wire.X`.
 """
@@ -21,6 +22,7 @@ from asyncrl.messages import Ack as Ack
 from asyncrl.messages import Announce as Announce
 from asyncrl.messages import AnyMessage
 from asyncrl.messages import Commit as Commit
+from asyncrl.messages import Covered as Covered
 from asyncrl.messages import Error as Error
 from asyncrl.messages import Fail as Fail
 from asyncrl.messages import Gone as Gone
@@ -37,6 +39,7 @@ from asyncrl.messages import Published as Published
 from asyncrl.messages import Pull as Pull
 from asyncrl.messages import Push as Push
 from asyncrl.messages import Record as Record
+from asyncrl.messages import Rewind as Rewind
 from asyncrl.messages import State as State
 from asyncrl.messages import Stats as Stats
 from asyncrl.messages import StatsRequest as StatsRequest
@@ -46,7 +49,15 @@ from asyncrl.messages import WeightsBegin as WeightsBegin
 from asyncrl.messages import WeightsCommit as WeightsCommit
 from asyncrl.messages import WeightsInit as WeightsInit
 from asyncrl.messages import WeightsReceive as WeightsReceive
-from asyncrl.types import ARRAY_FIELDS, BatchPart, Envelope, SampleHeader, Trajectory
+from asyncrl.types import (
+    ARRAY_FIELDS,
+    PROMPT_TOKEN_BYTES,
+    RESPONSE_TOKEN_BYTES,
+    BatchPart,
+    Envelope,
+    SampleHeader,
+    Trajectory,
+)
 
 MAX_HEADER_BYTES = 64 << 20
 """A header longer than this is refused before it is decoded (a batch manifest is the largest)."""
@@ -55,7 +66,6 @@ Frame = bytes | memoryview
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-_N_ARRAYS = len(ARRAY_FIELDS)
 
 
 def encode(message: Message, frames: Sequence[Frame] = ()) -> list[Frame]:
@@ -64,11 +74,12 @@ def encode(message: Message, frames: Sequence[Frame] = ()) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame]) -> tuple[Message, tuple[Frame, ...]]:
-    """The message of a multipart, and its array frames untouched.
+    """The message of a multipart, and its payloads untouched (a `push` has one).
 
     Raises:
-        WireError: no frame, an unknown type, another schema, a field of the wrong type, or
-            a number of frames that the message does not announce.
+        WireError: no frame, an unknown type, another schema, a field of the wrong type, a
+            number of payloads that the message does not announce, or a `push` whose payload
+            has another length than its header says.
     """
     if not frames:
         raise WireError("empty message: expected a msgpack header in frame 0")
@@ -83,18 +94,18 @@ def decode(frames: Sequence[Frame]) -> tuple[Message, tuple[Frame, ...]]:
             f"wire schema {message.schema}, this side speaks {SCHEMA}: "
             "run the same asyncrl version on both sides"
         )
-    arrays = tuple(frames[1:])
+    payloads = tuple(frames[1:])
     expected = 0
     if isinstance(message, Push):
-        expected = _N_ARRAYS
-        check_frames(message.header, arrays)
+        expected = 1
     elif isinstance(message, Part):
-        expected = _N_ARRAYS * len(message.mine)
-    if len(arrays) != expected:
-        raise WireError(
-            f"{type(message).__name__} has {len(arrays)} array frames, expected {expected}"
-        )
-    return message, arrays
+        expected = len(message.mine)
+    if len(payloads) != expected:
+        what = type(message).__name__
+        raise WireError(f"{what} has {len(payloads)} payloads, expected {expected}")
+    if isinstance(message, Push):
+        check_payload(message.header, payloads[0])
+    return message, payloads
 
 
 def _schema_hint(header: Frame) -> str:
@@ -106,65 +117,96 @@ def _schema_hint(header: Frame) -> str:
     return "" if schema == SCHEMA else f" (schema {schema}, this side speaks {SCHEMA})"
 
 
-def check_frames(header: SampleHeader, frames: Sequence[Frame]) -> None:
-    """Check the byte length of each array frame against the header's token counts.
+def check_payload(header: SampleHeader, payload: Frame) -> None:
+    """Check the byte length of a sample's payload against its header's token counts.
 
     Raises:
-        WireError: naming the array, its size and the size expected.
+        WireError: naming the sample, the size and the size expected.
     """
-    if len(frames) != _N_ARRAYS:
-        raise WireError(f"sample has {len(frames)} array frames, expected {_N_ARRAYS}")
-    if header.response_tokens < 1 or header.prompt_tokens < 1:
+    p, t = header.prompt_tokens, header.response_tokens
+    if p < 1 or t < 1:
         raise WireError(
-            f"sample {header.id} has {header.prompt_tokens} prompt and "
-            f"{header.response_tokens} response tokens, expected at least 1 of each"
+            f"sample {_name(header)} has {p} prompt and {t} response tokens, "
+            "expected at least 1 of each"
         )
-    for (name, dtype), frame in zip(ARRAY_FIELDS, frames, strict=True):
-        n = header.prompt_tokens if name == "prompt_ids" else header.response_tokens
-        want = n * np.dtype(dtype).itemsize
-        if len(frame) != want:
-            raise WireError(f"{name} of {header.id} has {len(frame)} bytes, expected {want}")
+    expected = PROMPT_TOKEN_BYTES * p + RESPONSE_TOKEN_BYTES * t
+    if len(payload) != expected:
+        raise WireError(
+            f"payload of {_name(header)} has {len(payload)} bytes, expected {expected} "
+            f"({p} prompt and {t} response tokens)"
+        )
+
+
+def _name(header: SampleHeader) -> str:
+    return "/".join(map(str, header.id))
+
+
+def _length(header: SampleHeader, array: str) -> int:
+    return header.prompt_tokens if array == "prompt_ids" else header.response_tokens
 
 
 def pack_trajectory(trajectory: Trajectory) -> Envelope:
-    """A trajectory's header and raw array frames (zero-copy where layout allows)."""
-    frames = tuple(
-        memoryview(np.ascontiguousarray(getattr(trajectory, name), dtype=dtype).data).cast("B")
-        for name, dtype in ARRAY_FIELDS
-    )
-    check_frames(trajectory.header, frames)
-    return Envelope(trajectory.header, frames)
+    """A trajectory's header and its arrays in one payload.
+
+    Raises:
+        WireError: the arrays are not as long as the header says.
+    """
+    header, arrays = trajectory.header, []
+    for name, dtype in ARRAY_FIELDS:
+        array = np.asarray(getattr(trajectory, name), dtype=dtype)
+        if array.shape != (_length(header, name),):
+            raise WireError(
+                f"{name} of {_name(header)} has shape {array.shape}, "
+                f"expected ({_length(header, name)},)"
+            )
+        arrays.append(array.tobytes())
+    payload = b"".join(arrays)
+    check_payload(header, payload)
+    return Envelope(header, payload)
 
 
 def unpack_trajectory(envelope: Envelope) -> Trajectory:
-    """The arrays of an envelope as read-only numpy views (shapes as in `Trajectory`)."""
-    check_frames(envelope.header, envelope.frames)
-    arrays = {
-        name: np.frombuffer(frame, dtype=dtype)
-        for (name, dtype), frame in zip(ARRAY_FIELDS, envelope.frames, strict=True)
-    }
-    return Trajectory(header=envelope.header, **arrays)
+    """The arrays of an envelope as read-only views of its payload (shapes as in `Trajectory`).
+
+    Raises:
+        WireError: the payload does not fit the header.
+    """
+    header, payload = envelope.header, envelope.payload
+    check_payload(header, payload)
+    view = memoryview(payload).toreadonly()
+    arrays, at = {}, 0
+    for name, dtype in ARRAY_FIELDS:
+        arrays[name] = np.frombuffer(view, dtype, _length(header, name), at)
+        at += arrays[name].nbytes
+    return Trajectory(header=header, **arrays)
 
 
 def part_frames(part: BatchPart, req: int = 0) -> list[Frame]:
     """The multipart of a rank's part of a batch."""
     message = Part(
-        req=req, batch=part.batch, rank=part.rank, manifest=part.manifest, mine=part.mine
-    )
-    return encode(message, [f for e in part.envelopes for f in e.frames])
+        req=req, batch=part.batch, rank=part.rank, manifest=part.manifest, fresh=part.fresh,
+        mine=part.mine,
+    )  # fmt: skip
+    return encode(message, [e.payload for e in part.envelopes])
 
 
-def read_part(message: Part, arrays: Sequence[Frame]) -> BatchPart:
+def read_part(message: Part, payloads: Sequence[Frame]) -> BatchPart:
     """The batch part of a decoded Part message.
 
     Raises:
-        WireError: an index outside the manifest, or frames that do not fit their headers.
+        WireError: an index outside the manifest, or a payload that does not fit its header.
     """
+    manifest = message.manifest
+    if not 0 <= message.fresh <= len(manifest):
+        raise WireError(f"{message.fresh} fresh samples in a manifest of {len(manifest)}")
+    if len(payloads) != len(message.mine):
+        raise WireError(f"Part has {len(payloads)} payloads, expected {len(message.mine)}")
     envelopes = []
-    for j, index in enumerate(message.mine):
-        if not 0 <= index < len(message.manifest):
-            raise WireError(f"part index {index} outside a manifest of {len(message.manifest)}")
-        frames = tuple(arrays[j * _N_ARRAYS : (j + 1) * _N_ARRAYS])
-        check_frames(message.manifest[index], frames)
-        envelopes.append(Envelope(message.manifest[index], frames))
-    return BatchPart(message.batch, message.rank, message.manifest, message.mine, tuple(envelopes))
+    for index, payload in zip(message.mine, payloads, strict=True):
+        if not 0 <= index < len(manifest):
+            raise WireError(f"part index {index} outside a manifest of {len(manifest)}")
+        check_payload(manifest[index], payload)
+        envelopes.append(Envelope(manifest[index], payload))
+    return BatchPart(
+        message.batch, message.rank, manifest, message.mine, tuple(envelopes), message.fresh
+    )

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -238,6 +239,8 @@ def run_bench(
     """Measure, print, write; the exit code: 1 if any side failed, and then nothing is written."""
     given = p.parse_args()
     report = Report(name)
+    # So that a side that runs is ended too: each ends its own in a `finally`.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         measure(report, given)
     except BenchError as e:

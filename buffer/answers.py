@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 from asyncrl import wire
 from asyncrl.buffer.clients import Clients, replaced
+from asyncrl.buffer.durable import Keeper
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.parked import Parked, Waiting
+from asyncrl.buffer.parked import M, Parked, Waiting
 from asyncrl.buffer.record import Recorder
 from asyncrl.buffer.refuse import refusal
-from asyncrl.errors import AsyncRLError, ConservationError, LedgerError, WireError
-from asyncrl.types import Envelope, Version
+from asyncrl.errors import AsyncRLError, ConservationError, HelloNeeded, LedgerError, WireError
+from asyncrl.types import Version
 
 MAX_WAIT_S = 600.0
 """Longest time a request may ask to wait."""
@@ -33,17 +34,23 @@ class Answers:
         clock: Callable[[], float],
         send: Callable[[bytes, Sequence[wire.Frame]], None],
         recorder: Recorder,
+        keeper: Keeper,
     ) -> None:
         self._ledger = ledger
         self._clients = clients
         self._clock = clock
         self._send = send
         self._recorder = recorder
+        self._keeper = keeper
         self._lease_requests: Parked[wire.LeaseRequest] = Parked()
+        self._granted: dict[str, tuple[bytes, wire.Leases]] = {}  # actor -> client, last grant
         self._pulls: Parked[wire.Pull] = Parked()
         self._seen_epoch = 0
         self._reason = ""
         self.malformed = 0
+        self.strangers = 0  # messages before a hello
+        self.facts: list[Callable[[], dict[str, float]]] = [recorder.gauges, keeper.gauges]
+        """What the statistics tell besides the ledger."""
         self.state: wire.State = "running"
         self._final: Version | None = None
         self._evaluate = True
@@ -89,8 +96,8 @@ class Answers:
         if isinstance(message, wire.Hello):
             return self._hello(identity, message)
         if not self._clients.knows(identity):
-            self.malformed += 1
-            raise WireError(f"{type(message).__name__} before Hello: say hello first")
+            self.strangers += 1
+            raise HelloNeeded(f"{type(message).__name__} before Hello: say hello first")
         self._clients.check(identity, message)
         match message:
             case wire.Push():
@@ -111,6 +118,11 @@ class Answers:
                 self._ledger.published(message.version)
             case wire.Stop():
                 self.stop(message.reason, message.final, message.evaluate)
+            case wire.Covered():
+                self._ledger.covered(message.batch)
+            case wire.Rewind():
+                self._ledger.rewind(message.batch, message.incarnation)
+                self._recorder.event("rewind", batch=message.batch)
             case wire.Gone():
                 self._gone(message)
             case _:
@@ -122,6 +134,12 @@ class Answers:
         if not self._ledger.conserved():
             raise ConservationError(f"conservation violated: {self._ledger.counts()}")
 
+    def resume(self, now: float) -> None:
+        """Take up where a former process of this buffer ended."""
+        for stop in self._keeper.stops:
+            self.stop(stop.reason, stop.final, stop.evaluate)
+        self._clients.expect(self._ledger.lessees(), now)
+
     def stop(self, reason: str, final: Version | None, evaluate: bool) -> None:
         """No more leases, no more batches; a later stop may add the final version.
 
@@ -129,6 +147,7 @@ class Answers:
         """
         self._reason = self._reason or reason
         self._evaluate = self._evaluate and evaluate
+        self._keeper.stopped(reason, final, evaluate)
         if final is not None:
             self.state, self._final = "done", final
         elif self.state == "running":
@@ -173,7 +192,10 @@ class Answers:
     def _hello(self, identity: bytes, message: wire.Hello) -> Reply:
         name, taken_over = self._clients.hello(identity, message)
         self._clients.heard(identity, self._clock())
-        if taken_over:  # by a new process: what the old one held will not come
+        if message.resumed:  # known to a former process of this buffer
+            if ended := self._ledger.resume_actor(name, message.leases):
+                logger.info("%s is back; %d leases of which it does not know", name, ended)
+        elif taken_over:  # by a new process: what the old one held will not come
             self._drop(name, "is here again")
         return _ok(message)
 
@@ -190,7 +212,8 @@ class Answers:
         logger.info("%s %s; %d of its leases dropped", actor, why, dropped)
 
     def _push(self, message: wire.Push, arrays: Sequence[wire.Frame]) -> Reply:
-        status = self._ledger.accept(Envelope(message.header, tuple(arrays)), self._clock())
+        envelope = self._keeper.envelope(message.header, arrays[0])
+        status = self._ledger.accept(envelope, self._clock())
         if status == "unknown":
             logger.warning("%s: result refused: %s", message.header.actor, message.header)
         return wire.encode(wire.Ack(req=message.req, status=status))
@@ -208,7 +231,12 @@ class Answers:
         # Answered long before its sender would count as silent, so that it asks again in time.
         wait_s = min(_wait(message.wait_s), self._clients.silent_after_s / 2)
         waiting = Waiting(identity, message, now + wait_s)
-        if (older := self._lease_requests.take(message.actor)) is not None:
+        client, granted = self._granted.get(message.actor, (b"", wire.Leases()))
+        if client == identity and granted.req == message.req:  # sent again: the same answer
+            self._send(identity, wire.encode(granted))
+            return None
+        older = self._lease_requests.take(message.actor)
+        if older is not None and not _resent(older, waiting):
             self._send(older.identity, wire.encode(wire.Leases(req=older.message.req)))
         if not self._try_lease(waiting, now):
             self._lease_requests.add(message.actor, waiting)
@@ -227,8 +255,9 @@ class Answers:
             reply = wire.Leases(
                 req=message.req,
                 leases=tuple(leases),
-                held_back=not leases and self._ledger.held_back(message.actor),
+                held_back=not leases and bool(self._ledger.held_back(message.actor)),
             )
+            self._granted[message.actor] = (waiting.identity, reply)
         self._send(waiting.identity, wire.encode(reply))
         return True
 
@@ -238,7 +267,8 @@ class Answers:
         now = self._clock()
         waiting = Waiting(identity, message, now + _wait(message.wait_s))
         key = (identity, message.batch)
-        if (older := self._pulls.take(key)) is not None:
+        older = self._pulls.take(key)
+        if older is not None and not _resent(older, waiting):
             text = "superseded by a newer pull of the same batch"
             self._send(identity, wire.encode(wire.NotYet(req=older.message.req, waiting_for=text)))
         if not self._try_pull(waiting, now):
@@ -273,7 +303,7 @@ class Answers:
         if self._ledger.committed > before:
             now = self._clock()
             self._recorder.committed(self._ledger.metrics(now) | self._clients.metrics(now))
-        return _ok(message)
+        return wire.encode(wire.Ok(req=message.req, checkpoint=self._ledger.wants_checkpoint))
 
     # --- facts -----------------------------------------------------------------------------------
 
@@ -284,11 +314,14 @@ class Answers:
     def _stats(self, message: wire.StatsRequest) -> Reply:
         now = self._clock()
         ages = {f"heartbeat_age_s/{a}": age for a, age in self._clients.ages(now).items()}
-        gauges = self._ledger.gauges(now) | self._recorder.gauges() | self._clients.metrics(now)
+        gauges = self._ledger.gauges(now) | self._clients.metrics(now)
+        for fact in self.facts:
+            gauges |= fact()
         return wire.encode(
             wire.Stats(
                 req=message.req,
-                counts=self._ledger.counts() | {"malformed": self.malformed},
+                counts=self._ledger.counts()
+                | {"malformed": self.malformed, "strangers": self.strangers},
                 gauges=gauges | ages,
                 conserved=self._ledger.conserved(),
                 state=self.state,
@@ -302,6 +335,11 @@ class Answers:
 
 def _ok(message: wire.Message) -> Reply:
     return wire.encode(wire.Ok(req=message.req))
+
+
+def _resent(older: Waiting[M], newer: Waiting[M]) -> bool:
+    """Whether a request is one that waits already: it is answered once, by its number."""
+    return (older.identity, older.message.req) == (newer.identity, newer.message.req)
 
 
 def _wait(wait_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.buffer import replay, retention
 from asyncrl.buffer.balance import balance
 from asyncrl.buffer.books import Books
 from asyncrl.buffer.dispatch import BatchAssignment, Group, Phase, Place, State
@@ -11,8 +12,8 @@ from asyncrl.types import SampleId
 
 def assign(b: Books, batch: int) -> BatchAssignment | None:
     """Fix batch k, or find it fixed (see `Ledger.assign`)."""
-    if batch in b.assigned:
-        return b.assigned[batch][0]
+    if fixed := b.assigned.get(batch) or b.kept.get(batch):
+        return fixed[0]
     if batch <= b.committed:
         raise LedgerError(
             f"batch {batch} is already committed (the last one is {b.committed}): "
@@ -22,22 +23,23 @@ def assign(b: Books, batch: int) -> BatchAssignment | None:
     if groups is None:
         return None
     envelopes = [[m.envelope for _, m in g.accepted() if m.envelope is not None] for g in groups]
+    fresh = sum(map(len, envelopes))
+    envelopes += [list(trained.envelopes) for trained in replay.choose(b, batch)]
     flat = tuple(e for es in envelopes for e in es)
     assignment = BatchAssignment(
         batch=batch,
         envelopes=flat,
         manifest=tuple(e.header for e in flat),
         parts=balance([[e.header.tokens for e in es] for es in envelopes], b.rules.ranks),
+        fresh=fresh,
     )
-    rank_of = {flat[i].header.id: rank for rank, part in enumerate(assignment.parts) for i in part}
+    rank_of = {i: rank for rank, part in enumerate(assignment.parts) for i in part}
+    indexes = iter(range(fresh))
     for group in groups:
-        ranks = {k: rank_of[group.id.sample(k)] for k, _ in group.accepted()}
+        ranks = {k: rank_of[next(indexes)] for k, _ in group.accepted()}
         group.place = Place(batch, b.order.position(group), ranks)
-    for group in groups:
         group.phase = Phase.ASSIGNED
-        for _, member in group.accepted():
-            if member.dispatch is not None:
-                b.settle(member.dispatch, State.ASSIGNED)
+        b.settle_accepted(group, State.ASSIGNED)
     b.complete -= len(groups)
     b.order.consumed(groups)
     b.assigned[batch] = (assignment, groups)
@@ -56,21 +58,22 @@ def commit(b: Books, batch: int, dropped: tuple[SampleId, ...]) -> None:
         )
     assignment, groups = b.assigned[batch]
     stale = set(dropped)
-    stray = stale.difference(h.id for h in assignment.manifest)
-    if stray:
+    if stale and (stray := stale.difference(h.id for h in assignment.manifest)):
         raise LedgerError(f"batch {batch} holds no sample {'/'.join(map(str, min(stray)))}")
-    del b.assigned[batch]
+    b.kept[batch] = b.assigned.pop(batch)
     b.committed = batch
     for group in groups:
         group.phase = Phase.CONSUMED
-        trained = 0
-        for k, member in group.accepted():
-            keep = group.id.sample(k) not in stale
-            trained += keep
-            if member.dispatch is not None:
-                b.settle(member.dispatch, State.TRAINED if keep else State.DROPPED_STALE)
-        b.totals["groups_trained"] += trained > 0
-        b.retire(group)
+        b.settle_accepted(group, State.TRAINED)
+        for dispatch in group.dispatches() if stale else ():
+            if group.id.sample(dispatch.sample) in stale:
+                b.census.move(dispatch, State.DROPPED_STALE)
+        b.totals["groups_trained"] += retention.trained(group)
+        b.close(group)
+    replay.committed(b, assignment, groups, stale)
+    if not b.rules.retain:
+        retention.covered(b, batch)
+    b.wake_for_bytes()
 
 
 def _choose(b: Books) -> list[Group] | None:

@@ -1,12 +1,19 @@
-"""The ledger's state and the elementary changes to it; the rules: leasing, intake, batches."""
+"""The ledger's state and the elementary changes to it.
+
+The rules are in leasing, intake, batches and retention. What is added to `Books` must be written
+by asyncrl.buffer.snapshot and read by restoring, or be of this process alone: see `saved.KNOWN`,
+which a test compares. The same calls must give the same state: no clock, no order of sets.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 from asyncrl.buffer.counts import Census
+from asyncrl.buffer.cursor import Cursor
 from asyncrl.buffer.dispatch import (
     RETIRED,
     BatchAssignment,
@@ -16,13 +23,18 @@ from asyncrl.buffer.dispatch import (
     Member,
     Phase,
     State,
+    Trained,
 )
 from asyncrl.buffer.order import Order
+from asyncrl.buffer.room import Room
 from asyncrl.buffer.rules import Rules
 from asyncrl.errors import LedgerError
 from asyncrl.recording import Outcome, Retired
 from asyncrl.staleness import version_of_batch
 from asyncrl.types import FailureKind, GroupId, Prompt, Version
+
+HeldBack = Literal["admission", "bytes", ""]
+"""What kept an actor from getting more, if it was not a lack of prompts or of its own room."""
 
 _OUTCOMES: dict[State, Outcome] = {
     State.TRAINED: "trained",
@@ -41,6 +53,7 @@ class Books:
     def __init__(self, rules: Rules, prompts: Iterator[tuple[GroupId, Prompt]]) -> None:
         self.rules = rules
         self.census = Census()
+        self.cursor = Cursor(prompts, rules.quarantine_after)
         self.order = Order()
         self.version = Version(0, 0)
         self.groups: dict[GroupId, Group] = {}  # not retired
@@ -48,64 +61,63 @@ class Books:
         self.leases: dict[int, LeaseRecord] = {}
         self.open_leases: dict[int, LeaseRecord] = {}  # those with something leased
         self.in_flight: Counter[str] = Counter()  # leased samples by actor
-        self.asked: dict[str, tuple[Version, bool]] = {}  # actor -> applied, held back?
+        self.asked: dict[str, tuple[Version, HeldBack]] = {}  # actor -> applied, why no more
         self.assigned: dict[int, tuple[BatchAssignment, list[Group]]] = {}
+        self.kept: dict[int, tuple[BatchAssignment, list[Group]]] = {}  # committed, not covered
         self.next_batch = 1
         self.committed = 0
+        self.covered = 0  # batches up to this one are not kept any more
+        self.rewound_to = 0  # committed batch from which the incarnation started
+        self.last_versions: dict[int, int] = {}  # of earlier incarnations
         self.last_failure: tuple[FailureKind, str] | None = None  # of a prompt or reward
         self.attempts_in_vain = 0  # data or reward failures, since a sample was accepted
         self.failed_in_a_row = 0  # groups, since one got all its members
         self.filtered_in_a_row = 0  # groups, since one was kept
-        self.payload_bytes = 0
+        self.room = Room(rules)
+        self.short_of_bytes = False  # an actor got less for lack of bytes, and was not woken since
+        self.pool: dict[GroupId, Trained] = {}  # for replay, in the order of commits
+        self.replayed: dict[int, int] = {}  # samples that a batch trained again, while it is kept
         self.retired: list[Retired] | None = None  # not handed out yet; None: nobody wants them
         self.work_epoch = 0
         """Rises when work that a waiting actor could take may have appeared."""
         self.totals: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()  # results that changed nothing else
         self.lengths: Counter[str] = Counter()  # sums and numbers of response tokens
         self._with_pending: list[int] = []  # ordinals, ascending
         self._by_ordinal: dict[int, Group] = {}  # groups in phase OPEN
-        self._prompts = prompts
-        self._peeked: tuple[GroupId, Prompt] | None = None
-        self._ended = False
-        self._next_ordinal = 0
-        self._next_lease = 1
+        self.next_ordinal = 0
+        self.next_lease = 1
 
-    # --- the cursor ------------------------------------------------------------------------
-
-    def has_prompt(self) -> bool:
-        """Whether the cursor has another prompt (reads one ahead)."""
-        if self._peeked is None and not self._ended:
-            self._peeked = next(self._prompts, None)
-            self._ended = self._peeked is None
-        return self._peeked is not None
-
-    @property
-    def prompts_ended(self) -> bool:
-        """Whether the cursor is known to have no further prompt (reads none)."""
-        return self._ended
+    # --- the order of groups ---------------------------------------------------------------
 
     def open_group(self) -> Group:
         """Open the cursor's next group; all its samples are pending."""
-        if not self.has_prompt() or self._peeked is None:
-            raise LedgerError("no prompt left to open a group for")
-        (group_id, prompt), self._peeked = self._peeked, None
+        group_id, prompt = self.cursor.take()
         if group_id in self.groups:
             raise LedgerError(f"prompt source gave {group_id} again while it is still in use")
         n = self.rules.group_size
         group = Group(
             id=group_id,
             prompt=prompt,
-            ordinal=self._next_ordinal,
+            ordinal=self.next_ordinal,
             members=[Member() for _ in range(n)],
             pending=list(range(n)),
             unresolved=n,
         )
-        self._next_ordinal += 1
+        self.next_ordinal += 1
         self.groups[group_id] = group
         self._by_ordinal[group.ordinal] = group
         self.order.append(group)
+        self.room.missing += n
         insort(self._with_pending, group.ordinal)
         return group
+
+    def restore_open(self, group: Group) -> None:
+        """An open group of a stored state, in any order of groups."""
+        self._by_ordinal[group.ordinal] = group
+        self.room.missing += group.unresolved
+        if group.pending:
+            insort(self._with_pending, group.ordinal)
 
     def first_pending(self) -> Group | None:
         """The oldest open group with samples that nobody produces."""
@@ -118,14 +130,14 @@ class Books:
     ) -> LeaseRecord:
         """Lease up to `most` pending samples of a group, lowest first."""
         record = LeaseRecord(
-            number=self._next_lease,
+            number=self.next_lease,
             actor=actor,
             version=applied,
             group=group,
             granted_s=now,
             deadline_s=now + self.rules.lease_timeout_s,
         )
-        self._next_lease += 1
+        self.next_lease += 1
         for k in group.pending[:most]:
             record.dispatches[k] = dispatch = Dispatch(record, k)
             self.census.dispatch(dispatch)
@@ -140,7 +152,7 @@ class Books:
 
     def was_granted(self, lease: int) -> bool:
         """Whether a lease of this number was ever granted."""
-        return 1 <= lease < self._next_lease
+        return 1 <= lease < self.next_lease
 
     def settle(self, dispatch: Dispatch, state: State) -> None:
         """A dispatch moves on; a lease that has nothing leased any more is closed."""
@@ -192,44 +204,74 @@ class Books:
         group.phase = Phase.COMPLETE
         del self._by_ordinal[group.ordinal]
         self.complete += 1
-        for _, member in group.accepted():
-            if member.dispatch is not None:
-                self.settle(member.dispatch, State.QUEUED)
+        self.settle_accepted(group, State.QUEUED)
+
+    def settle_accepted(self, group: Group, state: State) -> None:
+        """All accepted samples of a group move on."""
+        for dispatch in group.dispatches():  # none of them is leased any more
+            self.census.move(dispatch, state)
+
+    def resolve(self, group: Group) -> None:
+        """A member was accepted or given up: what was set aside for it is free."""
+        group.unresolved -= 1
+        self.room.missing -= 1
+        if self.room.fits_group():
+            self.wake_for_bytes()
+
+    def wake_for_bytes(self) -> None:
+        """Who got less for lack of bytes may get more now."""
+        if self.short_of_bytes:
+            self.short_of_bytes = False
+            self.work_epoch += 1
 
     def remove(self, group: Group, phase: Phase, state: State) -> None:
         """Take a group out of the order; its accepted samples end as `state`."""
+        self.room.missing -= group.unresolved
         if group.pending:
             group.pending.clear()
             self._forget_pending(group)
         self._by_ordinal.pop(group.ordinal, None)
         group.phase = phase
         self.order.remove(group)
-        for _, member in group.accepted():
-            if member.dispatch is not None:
-                self.settle(member.dispatch, state)
-        self.retire(group)
+        self.settle_accepted(group, state)
+        self.close(group)
+        self.drop_payloads(group)
         self.work_epoch += 1  # later positions fell
 
-    def retire(self, group: Group) -> None:
-        """Free the payloads and fold the records of a group whose fate is settled."""
-        for _, member in group.accepted():
-            if member.envelope is None or member.dispatch is None:
-                continue
-            self.tell(group, member)
-            length = member.envelope.header.response_tokens
-            self._add_length("generated", length)
-            if member.dispatch.state is State.TRAINED:
-                self._add_length("trained", length)
-            self.payload_bytes -= member.envelope.nbytes
-            member.envelope = None
+    def close(self, group: Group) -> None:
+        """The fate of a group is settled: tell it, and fold the records of its dispatches."""
+        if self.retired is not None:
+            for _, member in group.accepted():
+                self.tell(group, member)
+        self._count_lengths(group, 1)
+        for dispatch in group.dispatches():
+            self.census.retire(dispatch)
         for record in group.leases:
-            for dispatch in record.dispatches.values():
-                if dispatch.state is not State.LEASED:
+            for k, dispatch in record.dispatches.items():
+                if dispatch.state is not State.LEASED and dispatch is not group.members[k].dispatch:
                     self.census.retire(dispatch)
             if not record.leased:
                 del self.leases[record.number]
         group.leases.clear()
         del self.groups[group.id]
+
+    def reopen(self, group: Group) -> None:
+        """Undo `close`, and the commit, for a group that is trained once more."""
+        self.groups[group.id] = group
+        group.phase = Phase.ASSIGNED
+        self._count_lengths(group, -1)
+        for member in group.members:
+            member.told = False
+        for dispatch in group.dispatches():
+            self.census.revive(dispatch)
+        self.settle_accepted(group, State.ASSIGNED)
+
+    def drop_payloads(self, group: Group) -> None:
+        """Nobody will ask for the group's samples again."""
+        for member in group.members:
+            if member.envelope is not None:
+                self.room.release(member.envelope)
+                member.envelope = None
 
     def tell(self, group: Group, member: Member) -> None:
         """Hand out what became of an accepted sample, once, if anybody wants to know."""
@@ -251,9 +293,17 @@ class Books:
             )
         self.retired.append(gone)
 
-    def _add_length(self, kind: str, length: int) -> None:
-        self.lengths[f"{kind}_tokens"] += length
-        self.lengths[f"{kind}_samples"] += 1
+    def _count_lengths(self, group: Group, times: int) -> None:
+        """Add to (1) or take from (-1) the sums of lengths."""
+        generated, trained = [], []
+        for m in group.members:
+            if m.envelope is not None and m.dispatch is not None:
+                generated.append(m.envelope.header.response_tokens)
+                if m.dispatch.state is State.TRAINED:
+                    trained.append(generated[-1])
+        for kind, lengths in (("generated", generated), ("trained", trained)):
+            self.lengths[f"{kind}_tokens"] += times * sum(lengths)
+            self.lengths[f"{kind}_samples"] += times * len(lengths)
 
     def _forget_pending(self, group: Group) -> None:
         del self._with_pending[bisect_left(self._with_pending, group.ordinal)]

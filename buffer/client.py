@@ -1,54 +1,24 @@
 """Clients of the buffer: asynchronous for actors, blocking for learner ranks and the launcher.
 
 Every call has a deadline and raises DeadlineError naming who waits for what; a call may then be
-made again: results are deduplicated by sample id, pulls and commits are idempotent.
+made again: results are deduplicated by sample id, pulls and commits are idempotent. A buffer that
+is restarted meanwhile costs a call only time (see `connection`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-import time
-import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
-import zmq
-from zmq.asyncio import Context as AsyncContext
-
-from asyncrl import errors, wire
-from asyncrl.errors import AsyncRLError, DeadlineError, WireError
+from asyncrl import wire
+from asyncrl.buffer.connection import RESEND_S, AsyncConnection, Connection, Peer, expect
+from asyncrl.security import Keys
 from asyncrl.types import BatchPart, Envelope, FailureKind, SampleId, Version
 
 TIMEOUT_S = 30.0
 """Default time for a reply, on top of the time that a request asks to wait."""
 
 M = TypeVar("M", bound=wire.Message)
-
-
-def _identity(name: str) -> bytes:
-    """A socket identity that stays the same when the connection is made anew."""
-    return f"{name}/{uuid.uuid4().hex[:12]}".encode()
-
-
-def _expect(message: wire.Message, *kinds: type[M]) -> M:
-    """The reply, if it is of a kind that answers the request; an Error is raised as its class."""
-    if isinstance(message, kinds):
-        return message
-    if isinstance(message, wire.Error):
-        kind = getattr(errors, message.error, AsyncRLError)
-        if not (isinstance(kind, type) and issubclass(kind, AsyncRLError)):
-            kind = AsyncRLError
-        raise kind(message.message)
-    raise WireError(f"the buffer answered with {type(message).__name__}, expected {kinds}")
-
-
-def _late(name: str, what: str, endpoint: str, seconds: float) -> DeadlineError:
-    return DeadlineError(
-        f"{name} waited {seconds:.0f} s for the buffer's reply to {what} ({endpoint}): "
-        "the buffer is gone or overloaded; see its log"
-    )
 
 
 class AsyncBufferClient:
@@ -58,24 +28,21 @@ class AsyncBufferClient:
     """
 
     def __init__(
-        self, endpoint: str, run_id: str, role: str, rank: int, *, timeout_s: float = TIMEOUT_S
-    ) -> None:
-        self.name = f"{role}-{rank}"
-        self._hello = wire.Hello(run_id=run_id, role=role, rank=rank, pid=os.getpid())
-        self._endpoint = endpoint
-        self._timeout_s = timeout_s
-        self._context = AsyncContext()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IDENTITY, _identity(self.name))
-        self._socket.connect(endpoint)
-        self._req = 0
-        self._pending: dict[int, asyncio.Future[wire.Message]] = {}
-        self._reader: asyncio.Task[None] | None = None
+        self, endpoint: str, run_id: str, role: str, rank: int, *, timeout_s: float = TIMEOUT_S,
+        resend_s: float = RESEND_S, keys: Keys | None = None,
+    ) -> None:  # fmt: skip
+        peer = Peer(endpoint, run_id, role, rank, timeout_s, resend_s, keys)
+        self.name = peer.name
+        self._connection = AsyncConnection(peer)
+
+    @property
+    def resent(self) -> int:
+        """Requests that were sent again."""
+        return self._connection.resent
 
     async def hello(self) -> None:
         """Introduce this process; a former one of the same name loses its leases."""
-        await self._call(self._hello, "Hello", wire.Ok)
+        await self._call(self._connection.peer.hello(), "Hello", wire.Ok)
 
     async def lease(
         self, actor: str, applied: Version, capacity: int, wait_s: float = 10.0
@@ -89,10 +56,13 @@ class AsyncBufferClient:
         return await self._call(request, "LeaseRequest", wire.Leases, wait_s=wait_s)
 
     async def push(self, envelope: Envelope) -> str:
-        """Deliver a sample: "accepted", "duplicate" or "unknown"."""
+        """Deliver a sample: "accepted", "duplicate" or "unknown".
+
+        "duplicate" may mean an earlier push of this very sample of which the answer was lost.
+        """
         what = f"Push of {'/'.join(map(str, envelope.header.id))}"
-        request = wire.Push(header=envelope.header)
-        return (await self._call(request, what, wire.Ack, frames=envelope.frames)).status
+        request, payload = wire.Push(header=envelope.header), (envelope.payload,)
+        return (await self._call(request, what, wire.Ack, payload=payload)).status
 
     async def progress(self, actor: str, tokens: Mapping[int, int]) -> None:
         """Report tokens so far by lease; a number that grows renews its lease."""
@@ -111,61 +81,14 @@ class AsyncBufferClient:
 
     def close(self) -> None:
         """Cancel what waits and close; nothing is left behind. Safe to call twice."""
-        if self._reader is not None:
-            self._reader.cancel()
-            self._reader = None
-        for future in self._pending.values():
-            future.cancel()
-        self._pending.clear()
-        if not self._socket.closed:
-            self._socket.close(linger=0)
-            self._context.term()
+        self._connection.close()
 
     async def _call(
-        self,
-        request: wire.Message,
-        what: str,
-        kind: type[M],
-        *,
-        frames: Sequence[wire.Frame] = (),
-        wait_s: float = 0.0,
-    ) -> M:
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read(), name=f"{self.name} buffer replies")
-        self._req += 1
-        req = self._req
-        future: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
-        self._pending[req] = future
-        limit_s = self._timeout_s + wait_s
-        try:
-            async with asyncio.timeout(limit_s):
-                message = msgspec.structs.replace(request, req=req)
-                await self._socket.send_multipart(wire.encode(message, frames), copy=False)
-                reply = await future
-        except TimeoutError as e:
-            raise _late(self.name, what, self._endpoint, limit_s) from e
-        finally:
-            self._pending.pop(req, None)
-        return _expect(reply, kind)
-
-    async def _read(self) -> None:
-        """Hand each reply to the call that waits for it; one that nobody waits for is dropped."""
-        while True:
-            parts = await self._socket.recv_multipart(copy=False)
-            try:
-                reply, _ = wire.decode([part.buffer for part in parts])
-            except WireError as e:
-                self._fail_all(e)
-                continue
-            future = self._pending.pop(reply.req, None)
-            if future is not None and not future.done():
-                future.set_result(reply)
-
-    def _fail_all(self, error: WireError) -> None:
-        """A reply that cannot be read may be anybody's: every call fails now, not later."""
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(error)
+        self, request: wire.Message, what: str, kind: type[M], *,
+        payload: Sequence[wire.Frame] = (), wait_s: float = 0.0,
+    ) -> M:  # fmt: skip
+        reply = await self._connection.exchange(request, what, payload=payload, wait_s=wait_s)
+        return expect(reply, kind)
 
 
 class BufferClient:
@@ -175,23 +98,16 @@ class BufferClient:
     """
 
     def __init__(
-        self, endpoint: str, run_id: str, role: str, rank: int, *, timeout_s: float = TIMEOUT_S
-    ) -> None:
-        self.name = f"{role}-{rank}"
-        self._rank = rank
-        self._hello = wire.Hello(run_id=run_id, role=role, rank=rank, pid=os.getpid())
-        self._endpoint = endpoint
-        self._timeout_s = timeout_s
-        self._context: Any = zmq.Context()
-        self._socket: Any = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IDENTITY, _identity(self.name))
-        self._socket.connect(endpoint)
-        self._req = 0
+        self, endpoint: str, run_id: str, role: str, rank: int, *, timeout_s: float = TIMEOUT_S,
+        resend_s: float = RESEND_S, keys: Keys | None = None,
+    ) -> None:  # fmt: skip
+        peer = Peer(endpoint, run_id, role, rank, timeout_s, resend_s, keys)
+        self.name = peer.name
+        self._connection = Connection(peer)
 
     def hello(self) -> None:
         """Introduce this process."""
-        self._call(self._hello, "Hello", wire.Ok)
+        self._call(self._connection.peer.hello(), "Hello", wire.Ok)
 
     def pull(
         self, batch: int, wait_s: float = 10.0, deadline_s: float | None = None
@@ -203,24 +119,38 @@ class BufferClient:
             wait_s: how long the buffer may wait for the batch before it answers NotYet.
             deadline_s: longest time for the reply; default `wait_s` and the client's timeout.
         """
-        request = wire.Pull(rank=self._rank, batch=batch, wait_s=wait_s)
-        if deadline_s is None:
-            deadline_s = wait_s + self._timeout_s
-        reply, arrays = self._exchange(request, f"Pull of batch {batch}", deadline_s)
+        request = wire.Pull(rank=self._connection.peer.rank, batch=batch, wait_s=wait_s)
+        what = f"Pull of batch {batch}"
+        reply, payloads = self._connection.exchange(
+            request, what, wait_s=wait_s, limit_s=deadline_s
+        )
         if isinstance(reply, wire.Part):
-            return wire.read_part(reply, arrays)
+            return wire.read_part(reply, payloads)
         if isinstance(reply, wire.NotYet):
             return reply
-        return _expect(reply, wire.Stopped)
+        return expect(reply, wire.Stopped)
 
-    def commit(self, batch: int, dropped: Sequence[SampleId] = ()) -> None:
-        """Batch k is trained, less `dropped`. Idempotent."""
+    def commit(self, batch: int, dropped: Sequence[SampleId] = ()) -> bool:
+        """Batch k is trained, less `dropped`. Idempotent.
+
+        Returns:
+            Whether bytes hold actors back until a checkpoint covers what is kept (`covered`).
+        """
         request = wire.Commit(batch=batch, dropped=tuple(dropped))
-        self._call(request, f"Commit of batch {batch}", wire.Ok)
+        return self._call(request, f"Commit of batch {batch}", wire.Ok).checkpoint
 
     def published(self, version: Version) -> None:
         """The learner cut the snapshot of this version."""
         self._call(wire.Published(version=version), f"Published {version}", wire.Ok)
+
+    def covered(self, batch: int) -> None:
+        """A checkpoint covers all batches up to this one: they need not be served again."""
+        self._call(wire.Covered(batch=batch), f"Covered {batch}", wire.Ok)
+
+    def rewind(self, batch: int, incarnation: int) -> None:
+        """The learner was restarted from the checkpoint that covers `batch`."""
+        request = wire.Rewind(batch=batch, incarnation=incarnation)
+        self._call(request, f"Rewind to batch {batch}", wire.Ok)
 
     def stop(self, reason: str, final: Version | None = None, evaluate: bool = False) -> None:
         """End the run; `final` is the last version when the learner finished.
@@ -243,24 +173,7 @@ class BufferClient:
 
     def close(self) -> None:
         """Close; nothing is left behind. Safe to call twice."""
-        if not self._socket.closed:
-            self._socket.close(linger=0)
-            self._context.term()
+        self._connection.close()
 
     def _call(self, request: wire.Message, what: str, kind: type[M]) -> M:
-        return _expect(self._exchange(request, what, self._timeout_s)[0], kind)
-
-    def _exchange(
-        self, request: wire.Message, what: str, limit_s: float
-    ) -> tuple[wire.Message, tuple[wire.Frame, ...]]:
-        """Send, and wait for the reply with the same number; older ones came too late."""
-        self._req += 1
-        message = msgspec.structs.replace(request, req=self._req)
-        until = time.monotonic() + limit_s
-        self._socket.send_multipart(wire.encode(message), copy=False)
-        while (left := until - time.monotonic()) > 0 and self._socket.poll(left * 1000):
-            parts = self._socket.recv_multipart(copy=False)
-            reply, arrays = wire.decode([part.buffer for part in parts])
-            if reply.req == self._req:
-                return reply, arrays
-        raise _late(self.name, what, self._endpoint, limit_s)
+        return expect(self._connection.exchange(request, what)[0], kind)

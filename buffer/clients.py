@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from asyncrl import wire
@@ -15,6 +16,8 @@ _MAY_ASK: dict[type[wire.Message], tuple[str, ...]] = {
     wire.Pull: ("learner",),
     wire.Commit: ("learner",),
     wire.Published: ("learner",),
+    wire.Covered: ("learner",),
+    wire.Rewind: ("learner",),
     wire.Stop: ("learner", "launcher"),
     wire.Gone: ("launcher",),
 }
@@ -56,6 +59,7 @@ class Clients:
 
         Raises:
             WireError: it belongs to another run.
+            LedgerError: it was known once, but its name is another process's by now.
         """
         name = f"{message.role}-{message.rank}"
         if message.run_id != self._run_id:
@@ -65,6 +69,8 @@ class Clients:
             )
         client = Client(name, message.role, message.pid)
         older = self._current.get(name)
+        if message.resumed and older not in (None, identity):
+            raise replaced(name)
         taken_over = older is not None and (older != identity or self._by_identity[older] != client)
         self._by_identity[identity] = client
         self._current[name] = identity
@@ -122,6 +128,10 @@ class Clients:
             return ""
         self._silent.remove(client.name)
         return client.name
+
+    def expect(self, actors: Iterable[str], now: float) -> None:
+        """These are to be heard from: they hold leases that a former buffer process granted."""
+        self._heard = dict.fromkeys(actors, now) | self._heard
 
     def newly_silent(self, now: float) -> list[str]:
         """Actors that have become silent since the last look; all messages must have been read.

@@ -9,6 +9,7 @@ was forgotten, doubled or made on a lost record makes them disagree.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 
 from asyncrl.buffer.dispatch import HELD, TERMS, Dispatch, State
 
@@ -19,6 +20,8 @@ class Census:
     def __init__(self) -> None:
         self.dispatched = 0
         self.by_state: dict[State, int] = dict.fromkeys(State, 0)
+        self.moves = 0
+        """Changes of state so far: a call that made none had no effect on a dispatch."""
         self._live: set[Dispatch] = set()
         self._retired: Counter[State] = Counter()
 
@@ -30,6 +33,7 @@ class Census:
 
     def move(self, dispatch: Dispatch, state: State) -> None:
         """The dispatch goes to another state."""
+        self.moves += 1
         self.by_state[dispatch.state] -= 1
         self.by_state[state] += 1
         dispatch.state = state
@@ -38,6 +42,26 @@ class Census:
         """The dispatch has ended for good: remember its term, forget the record."""
         self._live.remove(dispatch)
         self._retired[dispatch.state] += 1
+
+    def revive(self, dispatch: Dispatch) -> None:
+        """Undo `retire`."""
+        self._retired[dispatch.state] -= 1
+        self._live.add(dispatch)
+
+    def restore(
+        self, dispatched: int, retired: Mapping[State, int], live: Collection[Dispatch]
+    ) -> None:
+        """Put back what was: the numbers of the retired by their state, and the live ones."""
+        self.dispatched = dispatched
+        self._retired = Counter(retired)
+        self._live = set(live)
+        walked = Counter(d.state for d in live) + self._retired
+        self.by_state = {state: walked[state] for state in State}
+
+    @property
+    def retired(self) -> dict[State, int]:
+        """Numbers of those whose record is gone, by the state they ended in."""
+        return {state: self._retired[state] for state in State if self._retired[state]}
 
     @property
     def live(self) -> int:

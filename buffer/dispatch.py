@@ -6,6 +6,7 @@ Group ── Member × n ── the accepted Dispatch, if any
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -123,6 +124,10 @@ class Group:
         """(sample index, member) of each accepted member, by sample index."""
         return [(k, m) for k, m in enumerate(self.members) if m.dispatch is not None]
 
+    def dispatches(self) -> list[Dispatch]:
+        """The dispatch of each accepted member, by sample index."""
+        return [m.dispatch for m in self.members if m.dispatch is not None]
+
     def wants(self, sample: int) -> bool:
         """Whether a result for this sample would still be accepted."""
         member = self.members[sample]
@@ -153,6 +158,7 @@ class BatchAssignment:
     """A batch, fixed: every pull of it gives the same.
 
     `parts[r]` holds the indexes into `manifest` (ascending) of the samples of rank r.
+    `manifest[:fresh]` are fresh samples, `manifest[fresh:]` were trained before and are replayed.
     """
 
     batch: int
@@ -161,3 +167,31 @@ class BatchAssignment:
     manifest: tuple[SampleHeader, ...]
     """Their headers."""
     parts: tuple[tuple[int, ...], ...]
+    fresh: int
+    """Fresh samples, the first of the manifest; the others are replayed."""
+
+    @property
+    def replayed(self) -> tuple[Envelope, ...]:
+        """The samples that were trained before, whole groups."""
+        return self.envelopes[self.fresh :]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A trained group that may be replayed."""
+
+    id: GroupId
+    envelopes: tuple[Envelope, ...]
+    """The samples that were trained."""
+
+    @property
+    def version(self) -> int:
+        """The lowest version number of a token: the one that the bound is about."""
+        return min(e.header.version_min.version for e in self.envelopes)
+
+    @property
+    def spread(self) -> float:
+        """Mean of |r - mean r|: what its advantages come to before they are normalised."""
+        rewards = [e.header.reward for e in self.envelopes]
+        mean = math.fsum(rewards) / len(rewards)
+        return math.fsum(abs(r - mean) for r in rewards) / len(rewards)

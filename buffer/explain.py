@@ -20,21 +20,32 @@ def gauges(b: Books, now: float) -> dict[str, float]:
     """What is held now.
 
     queue/depth: accepted samples that wait for a batch (of complete groups or not).
-    queue/capacity: the most samples that admission lets be alive at once, (S + 1) * G * n_pub *
-    group_size. queue/bytes: array bytes of all samples kept, assigned ones included. queue/age_s:
-    of the oldest sample in the queue, absent when there is none. live_groups, leased_samples,
-    in_flight/ACTOR. trained_ and generated_{tokens,samples}: response tokens and samples of
-    retired groups. samples/len_bias: mean trained length over mean generated length, of those,
-    once both exist.
+    queue/capacity: the most samples that may be alive at once (`Rules.capacity`). queue/bytes:
+    payload bytes of all samples held, those of batches and of the replay pool included.
+    queue/reserved_bytes: set aside for samples that open groups miss. queue/limit_bytes: what
+    these two and SAMPLE_OVERHEAD for each sample held may come to, if there is a limit.
+    queue/age_s: of the oldest sample in the queue, absent when there is none. live_groups,
+    leased_samples, in_flight/ACTOR. trained_ and generated_{tokens,samples}: response tokens and
+    samples of retired groups. samples/len_bias: mean trained length over mean generated length, of
+    those, once both exist. prompts/quarantined. With replay: replay/pool_groups, and replay/reuse,
+    samples replayed for each one trained, once there is one.
     """
     state = b.census.by_state
     values: dict[str, float] = {
         "queue/depth": state[State.QUEUED] + state[State.ASSEMBLING],
-        "queue/capacity": b.rules.max_live_groups * b.rules.group_size,
-        "queue/bytes": b.payload_bytes,
+        "queue/capacity": b.rules.capacity,
+        "queue/bytes": b.room.payload_bytes,
+        "queue/reserved_bytes": b.room.reserved_bytes,
+        "prompts/quarantined": len(b.cursor.quarantined),
         "live_groups": b.order.live,
         "leased_samples": state[State.LEASED],
     }
+    if b.rules.max_bytes is not None:
+        values["queue/limit_bytes"] = b.rules.max_bytes
+    if b.rules.replay_groups:
+        values["replay/pool_groups"] = len(b.pool)
+        if trained := state[State.TRAINED]:
+            values["replay/reuse"] = b.totals["replayed"] / trained
     accepted = [
         m.accepted_s
         for _, group in b.order.live_groups()
@@ -46,9 +57,9 @@ def gauges(b: Books, now: float) -> dict[str, float]:
     values |= {f"in_flight/{actor}": n for actor, n in sorted(b.in_flight.items())}
     values |= {name: n for name, n in sorted(b.lengths.items())}
     if b.lengths["trained_samples"] and b.lengths["generated_tokens"]:
-        trained = b.lengths["trained_tokens"] / b.lengths["trained_samples"]
+        of_trained = b.lengths["trained_tokens"] / b.lengths["trained_samples"]
         generated = b.lengths["generated_tokens"] / b.lengths["generated_samples"]
-        values["samples/len_bias"] = trained / generated
+        values["samples/len_bias"] = of_trained / generated
     return values
 
 
@@ -56,7 +67,9 @@ def metrics(b: Books, counts: Mapping[str, int], now: float) -> dict[str, float]
     """The buffer's metrics of a record; one without a value is left out."""
     names = "dispatched completed trained dropped_stale filtered failed requeued duplicate held"
     values = {f"samples/{name}": float(counts[name]) for name in names.split()}
-    shown = ("queue/", "samples/")
+    if b.rules.replay_groups:
+        values["samples/replayed"] = float(counts["replayed"])
+    shown = ("queue/", "samples/", "replay/", "prompts/")
     return values | {k: float(v) for k, v in gauges(b, now).items() if k.startswith(shown)}
 
 
@@ -89,7 +102,7 @@ def over(b: Books) -> str:
     The prompts have ended with too few groups for a batch, or a long row of groups was left out.
     """
     r = b.rules
-    if b.prompts_ended and b.order.live < r.groups_per_batch:
+    if b.cursor.ended and not b.cursor.all_quarantined and b.order.live < r.groups_per_batch:
         return exhausted_reason(b)
     if b.filtered_in_a_row < r.max_filtered_in_a_row:
         return ""
@@ -113,9 +126,11 @@ def exhausted_reason(b: Books) -> str:
 def hopeless(b: Books) -> str:
     """Why batches stopped filling although prompts go on; empty while there is hope.
 
-    That is: a long row of groups failed and none completed.
+    That is: a long row of groups failed and none completed, or all prompts are in quarantine.
     """
     r = b.rules
+    if b.cursor.all_quarantined and b.order.live < r.groups_per_batch:
+        return f"no prompt is left{_quarantine(b)}{failures(b)}"
     if b.last_failure is not None:
         kind, reason = b.last_failure
         # A bad prompt fails at once, while all the good ones that may be alive are still produced.
@@ -137,7 +152,7 @@ def hopeless(b: Books) -> str:
 def why_not_leased(b: Books) -> str:
     """Why samples that the next batch needs are not being produced."""
     pending = b.first_pending()
-    if pending is None and not b.has_prompt():
+    if pending is None and not b.cursor.has_prompt():
         return f"prompts exhausted, {b.order.live} groups left"
     if not b.asked:
         return "no actor has asked for work"
@@ -149,11 +164,33 @@ def why_not_leased(b: Books) -> str:
             position, r.window, r.max_staleness, r.groups_per_batch, r.batches_per_publication
         ),
     )
-    held = [(applied, actor) for actor, (applied, back) in b.asked.items() if back]
+    held = [(applied, actor) for actor, (applied, why) in b.asked.items() if why == "admission"]
+    if pending is None and any(why == "bytes" for _, why in b.asked.values()):
+        return f"bytes: {_bytes(b)}"
     if not held:
         return f"no room at {', '.join(sorted(b.asked)[:3])}"
     applied, actor = max(held)  # the least behind: the first that could go on
     return f"admission: {actor} runs version {_short(applied)}, needs {_short(needs)}"
+
+
+def _bytes(b: Books) -> str:
+    """What fills the limit, in GiB, and the setting that sets it."""
+    r, gib = b.rules, 2.0**30
+    assert r.max_bytes is not None
+    limit = r.bytes_setting or f"max_bytes={r.max_bytes}"
+    return (
+        f"{(b.room.used_bytes - b.room.reserved_bytes) / gib:.3g} GiB held and "
+        f"{b.room.reserved_bytes / gib:.3g} set aside leave no room for a group of up to "
+        f"{r.group_bytes / gib:.3g} within {limit}"
+    )
+
+
+def _quarantine(b: Books) -> str:
+    """A note on prompts left out, if any are."""
+    if not b.cursor.quarantined:
+        return ""
+    after = b.rules.quarantine_after
+    return f", {len(b.cursor.quarantined)} prompts in quarantine (rollout.quarantine_after={after})"
 
 
 def failures(b: Books) -> str:

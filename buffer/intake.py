@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from asyncrl.buffer.books import Books
@@ -27,27 +28,33 @@ def accept(b: Books, envelope: Envelope, now: float) -> Status:
         if leased:
             b.lose(dispatch)
         else:
-            b.totals["repeated_results"] += 1
+            b.refused["repeated_results"] += 1
         return "duplicate"
-    if not _trainable(b, h, dispatch):
-        b.totals["protocol_errors"] += 1
+    if not (_trainable(b, h, dispatch) and b.room.takes(envelope)):
+        b.refused["protocol_errors"] += 1
         if leased:
             b.lose(dispatch)
         return "unknown"
-    if leased:
+    take(b, dispatch, envelope, now)
+    return "accepted"
+
+
+def take(b: Books, dispatch: Dispatch, envelope: Envelope, now: float) -> None:
+    """The dispatch brought a result that counts."""
+    group = dispatch.lease.group
+    if dispatch.state is State.LEASED:
         dispatch.lease.deadline_s = now + b.rules.lease_timeout_s
     else:
-        b.unfree(group, h.id.sample)
+        b.unfree(group, dispatch.sample)
     b.settle(dispatch, State.ASSEMBLING)
-    member = group.members[h.id.sample]
+    member = group.members[dispatch.sample]
     member.dispatch, member.envelope, member.accepted_s = dispatch, envelope, now
-    b.payload_bytes += envelope.nbytes
+    b.room.hold(envelope)
     b.totals["completed"] += 1
     b.attempts_in_vain = 0
-    group.unresolved -= 1
+    b.resolve(group)
     if not group.unresolved:
         _complete(b, group)
-    return "accepted"
 
 
 def fail(
@@ -82,7 +89,7 @@ def fail(
         b.free(group, sample.sample)
     else:
         member.given_up = True
-        group.unresolved -= 1
+        b.resolve(group)
         _give_up(b, group)
     return "accepted"
 
@@ -94,13 +101,13 @@ def _find(b: Books, lease: int, actor: str, sample: SampleId) -> Dispatch | Stat
     """
     record = b.leases.get(lease)
     if record is None and b.was_granted(lease):
-        b.totals["repeated_results"] += 1  # its group is retired: a resend, or far too late
+        b.refused["repeated_results"] += 1  # its group is retired: a resend, or far too late
         return "duplicate"
     if record is not None and record.actor == actor and record.group.id == sample.group:
         dispatch = record.dispatches.get(sample.sample)
         if dispatch is not None:
             return dispatch
-    b.totals["unknown_results"] += 1
+    b.refused["unknown_results"] += 1
     return "unknown"
 
 
@@ -108,9 +115,12 @@ def _trainable(b: Books, h: SampleHeader, dispatch: Dispatch) -> bool:
     """Whether the sample keeps the bound wherever its group is consumed, by its own stamp."""
     position = b.order.position(dispatch.lease.group)
     return (
-        h.version_max >= h.version_min >= dispatch.lease.version
-        and position <= admission_limit(b, h.version_min.version)
+        h.version_max.version >= h.version_min.version
+        and h.version_min >= dispatch.lease.version  # every token is, in the order of publication
+        and position <= admission_limit(b, h.version_min)
         and abs(h.reward) <= MAX_REWARD  # false for not-a-number
+        and 0 <= h.policy_tokens <= h.response_tokens
+        and 0.0 < h.temperature < math.inf
     )
 
 
@@ -120,6 +130,8 @@ def _give_up(b: Books, group: Group) -> None:
     if remaining < 2 or b.rules.failed_member == "drop":
         b.totals["groups_failed"] += 1
         b.failed_in_a_row += 1
+        if b.last_failure is not None:
+            b.cursor.count_failure(group.id, "{}: {}".format(*b.last_failure))
         b.remove(group, Phase.FAILED, State.FAILED)
     elif not group.unresolved:
         _complete(b, group)

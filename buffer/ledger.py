@@ -16,6 +16,14 @@ groups (k - 1) * G to k * G - 1 in order of consumption, so V <= floor((p + W - 
 which is at most v_a + S exactly if p + W <= (v_a + S + 1) * G * n_pub. An actor's version only
 rises, so every token of the sample has v >= v_a and V - v <= S.
 
+And after a learner went back to the checkpoint of batch b, as incarnation i + 1. Nothing above
+speaks of more than numbers: positions, batches, V, v. A rewind changes none of what is accepted:
+batch k > b has the same groups and the same V again, and who comes after them the same position.
+What is not accepted yet is judged by number: leases end with the incarnation, new ones go to
+actors that run the new one, whose numbers rise from there, and a late result is taken only if the
+lowest number of its tokens admits the position that its group has now. So V - v <= S for every
+token that is ever trained, whatever incarnations V and v are of.
+
 Why it moves. When all assigned batches (c groups) are committed, an actor that applied what was
 published is at v = floor(c / G / n_pub). The first G groups that are not consumed have positions
 p <= c + G - 1, and p + W <= c + G + S * G * n_pub <= (v + S + 1) * G * n_pub by W - 1 <= S * G *
@@ -24,13 +32,15 @@ n_pub, which the constructor demands: that actor may lease all that the next bat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Self
 
-from asyncrl.buffer import batches, explain, intake, leasing
-from asyncrl.buffer.books import Books
-from asyncrl.buffer.dispatch import BatchAssignment, Phase, State
+from asyncrl.buffer import batches, intake, leasing, restoring, retention, snapshot
+from asyncrl.buffer.books import Books, HeldBack
+from asyncrl.buffer.dispatch import BatchAssignment
+from asyncrl.buffer.facts import Facts
 from asyncrl.buffer.intake import Status
-from asyncrl.buffer.rules import FailedMember, Rules, filtered_cap
+from asyncrl.buffer.rules import Rules, filtered_cap
 from asyncrl.errors import LedgerError
 from asyncrl.recording import Retired
 from asyncrl.types import (
@@ -40,12 +50,13 @@ from asyncrl.types import (
     GroupId,
     Lease,
     Prompt,
+    SampleHeader,
     SampleId,
     Version,
 )
 
 
-class Ledger:
+class Ledger(Facts):
     """Leases, admission, order, group assembly, assignment and conservation (docs/architecture.md).
 
     Every `now` is in seconds of one clock of the caller's, and must not go back. `prompts` may
@@ -60,34 +71,48 @@ class Ledger:
         self,
         *,
         prompts: Iterator[tuple[GroupId, Prompt]],
-        group_size: int,
         groups_per_batch: int,
-        batches_per_publication: int = 1,
-        max_staleness: int,
-        window: int = 1,
-        ranks: int = 1,
-        lease_timeout_s: float = 120.0,
-        max_attempts: int = 3,
-        failed_member: FailedMember = "shrink",
-        filter_zero_variance: bool = False,
         max_filtered_in_a_row: int | None = None,
-        prompts_end: str = "",
+        **settings: Any,
     ) -> None:
         rules = Rules(
-            group_size=group_size,
             groups_per_batch=groups_per_batch,
-            batches_per_publication=batches_per_publication,
-            max_staleness=max_staleness,
-            window=window,
-            ranks=ranks,
-            lease_timeout_s=lease_timeout_s,
-            max_attempts=max_attempts,
-            failed_member=failed_member,
-            filter_zero_variance=filter_zero_variance,
             max_filtered_in_a_row=filtered_cap(max_filtered_in_a_row, groups_per_batch),
-            prompts_end=prompts_end,
+            **settings,
         )
         self._books = Books(rules, iter(prompts))
+
+    def state(self) -> bytes:
+        """All that the ledger knows, without payloads and times (asyncrl.buffer.snapshot)."""
+        return snapshot.dump(self._books)
+
+    @classmethod
+    def restore(
+        cls,
+        data: bytes,
+        *,
+        prompts: Iterator[tuple[GroupId, Prompt]],
+        envelope: Callable[[SampleHeader, int], Envelope],
+        now: float,
+        **settings: Any,
+    ) -> Self:
+        """The ledger whose `state` this is; every lease has its full time again.
+
+        Args:
+            data: the state.
+            prompts: the same source from its beginning; what had been taken is skipped.
+            envelope: makes a sample's envelope from its header and the bytes of its payload.
+            now: of the clock that the ledger's calls use from here on.
+            settings: as in the constructor.
+
+        Raises:
+            ConfigError: a setting that matters differs from the one in the state.
+            DataError: these are not the prompts of the state.
+            StoreError: the state cannot be read, or does not add up.
+        """
+        ledger = cls(prompts=prompts, **settings)
+        restoring.load(ledger._books, data, envelope, now)
+        return ledger
 
     # --- actors ------------------------------------------------------------------------------
 
@@ -99,9 +124,15 @@ class Ledger:
         """
         return leasing.lease(self._books, actor, applied, capacity, now)
 
-    def held_back(self, actor: str) -> bool:
-        """Whether admission, not a lack of prompts or room, ended the actor's last request."""
-        return self._books.asked.get(actor, (Version(0, 0), False))[1]
+    def held_back(self, actor: str) -> HeldBack:
+        """What cut the actor's last request short: "admission" or "bytes"; "" if neither did."""
+        return self._books.asked[actor][1] if actor in self._books.asked else ""
+
+    def take_quarantined(self) -> list[tuple[str, int, str]]:
+        """Prompts left out since the last call: source, index and why."""
+        cursor, news = self._books.cursor, self._books.cursor.news
+        cursor.news = []
+        return [(*key, cursor.quarantined[key]) for key in news]
 
     def accept(self, envelope: Envelope, now: float) -> Status:
         """Take a result; the first one of a sample wins, also when its lease has expired.
@@ -137,22 +168,37 @@ class Ledger:
 
     def expire(self, now: float) -> int:
         """End the leases whose deadline passed; their samples are free again. Returns how many."""
-        return leasing.release(self._books, lambda record: record.deadline_s <= now)
+        return self.release(leasing.overdue(self._books, now))
 
     def drop_actor(self, actor: str) -> int:
         """End all leases of an actor that is gone. Returns how many."""
         self._books.asked.pop(actor, None)
-        return leasing.release(self._books, lambda record: record.actor == actor)
+        return self.release(leasing.held_by(self._books, actor))
+
+    def resume_actor(self, actor: str, known: Collection[int]) -> int:
+        """End the leases of an actor of which it does not know. Returns how many."""
+        held = leasing.held_by(self._books, actor)
+        return self.release([number for number in held if number not in known])
+
+    def release(self, leases: Collection[int]) -> int:
+        """End these open leases; their samples are free again. Returns how many.
+
+        Raises:
+            LedgerError: one of them is not open.
+        """
+        leasing.release(self._books, leases)
+        return len(leases)
 
     # --- the learner ---------------------------------------------------------------------------
 
     def assign(self, batch: int) -> BatchAssignment | None:
         """Batch k (from 1, ascending), or None while it cannot be filled or an earlier one waits.
 
-        Several batches may be assigned and not committed. Asking again gives the same batch.
+        Several batches may be assigned and not committed. Asking again gives the same batch, also
+        when it is committed and kept.
 
         Raises:
-            LedgerError: the batch is committed, or is no batch number.
+            LedgerError: the batch is committed and not kept, or is no batch number.
         """
         return batches.assign(self._books, batch)
 
@@ -168,7 +214,10 @@ class Ledger:
         if a is None:
             return None
         mine = a.parts[rank]
-        return BatchPart(batch, rank, a.manifest, mine, tuple(a.envelopes[i] for i in mine))
+        return BatchPart(
+            batch, rank, a.manifest, mine, tuple(a.envelopes[i] for i in mine),
+            fresh=a.fresh,
+        )  # fmt: skip
 
     def assigned(self, batch: int) -> bool:
         """Whether batch k is fixed and not committed."""
@@ -181,6 +230,30 @@ class Ledger:
             LedgerError: the batch is not the next one, not assigned, or lacks a dropped id.
         """
         batches.commit(self._books, batch, dropped)
+
+    def covered(self, batch: int) -> None:
+        """A checkpoint covers the batches up to this one: they are kept no longer.
+
+        With `Rules.retain`; without it no batch is kept beyond its commit. Less than was covered
+        before changes nothing.
+
+        Raises:
+            LedgerError: the batch is not committed.
+        """
+        retention.covered(self._books, batch)
+
+    def rewind(self, batch: int, incarnation: int) -> None:
+        """The learner restarted from the checkpoint that covers `batch`: it commits the next again.
+
+        Later batches that were committed are assigned once more, unchanged. All leases end; late
+        results may still be accepted. The version is (incarnation, what `batch` made it). The
+        same rewind again, before any commit, changes nothing.
+
+        Raises:
+            LedgerError: the incarnation does not rise, or the batch is not committed, or one after
+                it is not kept.
+        """
+        retention.rewind(self._books, batch, incarnation)
 
     def published(self, version: Version) -> None:
         """The learner cut the snapshot of this version.
@@ -212,97 +285,3 @@ class Ledger:
         for group in self._books.groups.values():
             for _, member in group.accepted():
                 self._books.tell(group, member)
-
-    # --- facts -----------------------------------------------------------------------------------
-
-    @property
-    def rules(self) -> Rules:
-        """The settings."""
-        return self._books.rules
-
-    @property
-    def version(self) -> Version:
-        """The learner's version, as last published."""
-        return self._books.version
-
-    @property
-    def committed(self) -> int:
-        """The last committed batch, 0 before the first."""
-        return self._books.committed
-
-    @property
-    def work_epoch(self) -> int:
-        """Rises when an actor that got nothing might get something now."""
-        return self._books.work_epoch
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether no further batch can be filled: the prompts ended with too few groups left."""
-        b = self._books
-        return b.order.live < b.rules.groups_per_batch and not b.has_prompt()
-
-    def over(self) -> str:
-        """Why the run has to end in order, in a line; empty while it may go on.
-
-        Never reads a prompt: that these have ended is known once somebody asked for one.
-        """
-        return explain.over(self._books)
-
-    def hopeless(self) -> str:
-        """Why batches will not fill although prompts go on, in a line; empty while they may."""
-        return explain.hopeless(self._books)
-
-    def exhausted_reason(self) -> str:
-        """Why no further batch can be filled, in a line."""
-        return explain.exhausted_reason(self._books)
-
-    def position(self, group: GroupId) -> int | None:
-        """The position of a group that is not yet in a batch; None for others."""
-        found = self._books.groups.get(group)
-        if found is None or found.phase not in (Phase.OPEN, Phase.COMPLETE):
-            return None
-        return self._books.order.position(found)
-
-    def counts(self) -> dict[str, int]:
-        """The terms of the conservation law, the parts of `held`, and further totals.
-
-        completed: results ever accepted. Not in the law: groups_{trained,filtered,failed},
-        unknown_results (no such dispatch), repeated_results (the dispatch had its outcome),
-        protocol_errors (results refused for what they say).
-        """
-        totals = self._books.totals
-        names = ["completed", "groups_trained", "groups_filtered", "groups_failed"]
-        names += ["unknown_results", "repeated_results", "protocol_errors"]
-        return self._books.census.counts() | {name: totals[name] for name in names}
-
-    def conserved(self) -> bool:
-        """Whether the conservation law holds, by enumeration (asyncrl.buffer.counts)."""
-        b = self._books
-        by_state = b.census.by_state
-        leased = sum(r.leased for r in b.open_leases.values())
-        assigned = sum(len(a.envelopes) for a, _ in b.assigned.values())
-        return (
-            b.census.conserved()
-            and leased == by_state[State.LEASED] == b.in_flight.total()
-            and assigned == by_state[State.ASSIGNED]
-        )
-
-    def records(self) -> int:
-        """Dispatches and leases that are remembered: bounded by what is open, not by the run."""
-        return self._books.census.live + len(self._books.leases)
-
-    def gauges(self, now: float) -> dict[str, float]:
-        """Sizes of what is held (names and meaning: `explain.gauges`)."""
-        return explain.gauges(self._books, now)
-
-    def metrics(self, now: float) -> dict[str, float]:
-        """The buffer's metrics of a record, by name."""
-        return explain.metrics(self._books, self.counts(), now)
-
-    def waiting_for(self, batch: int, now: float) -> str:
-        """What batch k lacks and who holds it, in a line."""
-        return explain.waiting_for(self._books, batch, now)
-
-    def waiting_for_next(self, now: float) -> str:
-        """What the next batch to be assigned lacks and who holds it; empty when complete."""
-        return explain.waiting_for_next(self._books, now)

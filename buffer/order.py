@@ -10,63 +10,66 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from asyncrl.buffer.dispatch import Group, Phase
+from asyncrl.buffer.dispatch import Group
 
 
 class Order:
-    """Positions in O(log n), with n the groups from the oldest open one on."""
+    """Positions in O(log n), with n the groups from the oldest live one on."""
 
     def __init__(self) -> None:
-        self._before = 0  # consumed groups that are no longer listed
-        self._ordinals: list[int] = []  # ascending; parallel to _groups
-        self._groups: list[Group] = []
-        self._consumed = 0  # listed groups that were consumed ahead of an older one
+        self.before = 0
+        """Consumed groups that are no longer listed."""
+        self.ordinals: list[int] = []
+        """Of the listed groups, ascending: the live ones, and those consumed ahead of them."""
+        self._live: dict[int, Group] = {}  # by ordinal, ascending
 
     @property
     def next_position(self) -> int:
         """The position of the group that would be opened next."""
-        return self._before + len(self._groups)
+        return self.before + len(self.ordinals)
 
     @property
     def live(self) -> int:
         """Groups open or complete, not yet in a batch."""
-        return len(self._groups) - self._consumed
+        return len(self._live)
 
     def position(self, group: Group) -> int:
         """The position of a listed group."""
-        return self._before + bisect_left(self._ordinals, group.ordinal)
+        return self.before + bisect_left(self.ordinals, group.ordinal)
 
     def append(self, group: Group) -> None:
         """Open a group: it goes last."""
-        self._ordinals.append(group.ordinal)
-        self._groups.append(group)
+        self.ordinals.append(group.ordinal)
+        self._live[group.ordinal] = group
 
     def remove(self, group: Group) -> None:
-        """Take out a group that is filtered or failed: later positions fall by one."""
-        at = bisect_left(self._ordinals, group.ordinal)
-        del self._ordinals[at], self._groups[at]
+        """Take out a live group that is filtered or failed: later positions fall by one."""
+        del self.ordinals[bisect_left(self.ordinals, group.ordinal)]
+        del self._live[group.ordinal]
         self._trim()
 
     def consumed(self, groups: list[Group]) -> None:
-        """The groups (phase ASSIGNED) went into a batch."""
-        self._consumed += len(groups)
+        """The groups went into a batch."""
+        for group in groups:
+            del self._live[group.ordinal]
         self._trim()
 
     def live_groups(self) -> Iterator[tuple[int, Group]]:
         """(position, group) of the groups not yet in a batch, in cursor order."""
-        for at, group in enumerate(self._groups):
-            if group.phase in (Phase.OPEN, Phase.COMPLETE):
-                yield self._before + at, group
+        for position, ordinal in enumerate(self.ordinals, self.before):
+            group = self._live.get(ordinal)
+            if group is not None:
+                yield position, group
+
+    def restore(self, before: int, ordinals: list[int], live: list[Group]) -> None:
+        """Put back what `before`, `ordinals` and the live groups were."""
+        self.before, self.ordinals = before, ordinals
+        self._live = {group.ordinal: group for group in sorted(live, key=lambda g: g.ordinal)}
 
     def _trim(self) -> None:
         """Forget consumed groups ahead of the oldest live one."""
-        done = 0
-        while done < len(self._groups) and self._groups[done].phase not in (
-            Phase.OPEN,
-            Phase.COMPLETE,
-        ):
-            done += 1
+        oldest = next(iter(self._live), None)
+        done = len(self.ordinals) if oldest is None else bisect_left(self.ordinals, oldest)
         if done:
-            del self._ordinals[:done], self._groups[:done]
-            self._before += done
-            self._consumed -= done
+            del self.ordinals[:done]
+            self.before += done

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.trajectories import TrajectoryWriter
+from asyncrl.recording import Retired
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class Recorder:
 
     def drain(self, *, over: bool = False) -> None:
         """Hand on what retired; with `over`, what the ledger still holds retires too."""
+        for source, index, reason in self._ledger.take_quarantined():
+            self.event("prompt_quarantined", source=source, index=index, reason=reason)
         if self._writer is None:
             return
         if over:
@@ -55,6 +58,11 @@ class Recorder:
         if self._writer.ended and not self._told_end:
             self._told_end = True
             self.event("recording_ended", reason=self._writer.ended)
+
+    def put(self, retired: Sequence[Retired]) -> None:
+        """Hand on what retired in a former process of the buffer."""
+        if self._writer is not None and retired:
+            self._writer.put(retired)
 
     def committed(self, metrics: Mapping[str, float]) -> None:
         """Emit the buffer's metrics of a commit."""
@@ -67,6 +75,11 @@ class Recorder:
     def metrics(self) -> dict[str, float]:
         """`record/*`; nothing when nothing is recorded."""
         return {} if self._writer is None else self._writer.metrics()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was handed on waits for the disk."""
+        return self._writer is None or not self._writer.waiting
 
     def gauges(self) -> dict[str, float]:
         """The metrics, and the samples that wait for the disk."""

@@ -6,6 +6,7 @@
                                                    └─ parked ┘
     consumes  one message at a time, in the order of arrival, in one task
     waits     for a message, or for the next tick (TICK_S)
+    settles   after each burst of messages: the store commits once, then the replies leave
     releases  parked lease requests: free samples, lower positions, a stop, their time
               parked pulls: a complete batch, exhausted prompts, hopeless work, a stop, their time
               leases: their deadline, an actor that is silent, gone or replaced
@@ -19,6 +20,8 @@ groups are left out without end.
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -31,11 +34,13 @@ from zmq.asyncio import Context as AsyncContext
 from asyncrl import wire
 from asyncrl.buffer.answers import Answers
 from asyncrl.buffer.clients import Clients
+from asyncrl.buffer.durable import Keeper
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.record import Emit, Recorder
 from asyncrl.buffer.refuse import refusal
 from asyncrl.buffer.trajectories import TrajectoryWriter
-from asyncrl.errors import WireError
+from asyncrl.errors import ConservationError, DeadlineError, WireError
+from asyncrl.security import Keys, secure_server
 from asyncrl.types import Version
 
 TICK_S = 0.25
@@ -44,6 +49,10 @@ BURST = 256
 """Messages handled before the loop looks at deadlines and other tasks."""
 MAX_FRAME_BYTES = 256 << 20
 """A client that sends a longer frame is disconnected."""
+MAX_FRAMES = 8
+"""Frames of one message that are looked at; a message with more is malformed."""
+BIND_S = 15.0
+"""How long a restarted buffer tries to get the port of its predecessor."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +67,10 @@ class BufferServer:
     Args:
         ledger: the rules; nobody else may use it while the server runs.
         run_id: clients of another run are refused.
-        host: address to bind; the port is the system's choice and part of the endpoint.
+        host: address to bind.
+        port: port to bind; 0 is the system's choice. A restarted buffer has its predecessor's.
+        keys: CURVE keys; None is plain text.
+        keeper: where payloads live and what survives this process (`durable`); None: nothing.
         emit: takes the buffer's metrics after each commit, and its events.
         recording: takes the samples that retire; the server closes it at its end.
         silent_after_s: an actor that says nothing for this long loses its leases to others.
@@ -72,27 +84,38 @@ class BufferServer:
         *,
         run_id: str,
         host: str = "127.0.0.1",
+        port: int = 0,
+        keys: Keys | None = None,
+        keeper: Keeper | None = None,
         emit: Emit | None = None,
         recording: TrajectoryWriter | None = None,
         silent_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         drain_s: float = 60.0,
     ) -> None:
-        self._host = host
+        self._host, self._port, self._keys = host, port, keys
         self._clock = clock
         self._drain_s = drain_s
         self._ledger = ledger
+        self._keeper = keeper or Keeper()
         self._recorder = Recorder(ledger, recording, emit)
+        self._outbox: list[tuple[bytes, Sequence[wire.Frame]]] = []
         self._answers = Answers(
-            ledger, Clients(run_id, silent_after_s), clock, self._send, self._recorder
-        )
+            ledger, Clients(run_id, silent_after_s), clock, self._reply, self._recorder,
+            self._keeper,
+        )  # fmt: skip
         self._context: Any = None
         self._poller: Any = None  # the ROUTER as the event loop sees it
         self._socket: Any = None  # the same one, to take and send without a future per message
+        self._gate: Any = None
         self._last_message_s = 0.0
 
     async def start(self) -> str:
-        """Bind, and return the endpoint to announce, e.g. "tcp://127.0.0.1:41873"."""
+        """Bind, and return the endpoint to announce, e.g. "tcp://127.0.0.1:41873".
+
+        Raises:
+            DeadlineError: the port is not free within BIND_S.
+        """
         self._context = AsyncContext()
         self._poller = self._context.socket(zmq.ROUTER)
         self._socket = zmq.Socket.shadow(self._poller)
@@ -104,15 +127,35 @@ class BufferServer:
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
         ):
             self._socket.setsockopt(option, value)
-        self._socket.bind(f"tcp://{self._host}:0")
+        self._gate = secure_server(self._poller, self._keys)
+        self._answers.facts.append(self._gate.metrics)
+        await self._bind()
+        self._answers.resume(self._clock())
+        self._recorder.put(self._keeper.unrecorded)
+        self._keeper.unrecorded = ()
         self._last_message_s = self._clock()
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    async def _bind(self) -> None:
+        until = time.monotonic() + BIND_S
+        while True:
+            try:
+                self._socket.bind(f"tcp://{self._host}:{self._port}")
+                return
+            except zmq.ZMQError as e:
+                if e.errno != errno.EADDRINUSE or time.monotonic() > until:
+                    raise DeadlineError(
+                        f"buffer-0 cannot bind {self._host}:{self._port}: {e}; it is another "
+                        f"process's, and did not become free in {BIND_S:.0f} s"
+                    ) from e
+            await asyncio.sleep(0.1)
 
     async def run(self) -> None:
         """Serve until stopped and drained, or cancelled; then close.
 
         Raises:
             ConservationError: the conservation law does not hold (the message has the counts).
+            StoreError: the store cannot take what happened; nobody was told that it has.
         """
         if self._socket is None:
             await self.start()
@@ -129,10 +172,28 @@ class BufferServer:
                         self._answers.look_for_silence(now)
                 self._answers.serve_parked(now)
                 self._recorder.drain(over=self._answers.state == "done")
+                self._settle()
             self._answers.check_conservation()
+        except ConservationError:
+            if self._outbox:  # its last is the refusal of what brought it to light
+                self._send(*self._outbox[-1])
+            raise
         finally:
             self.close()
             self._recorder.close()
+            self._keeper.close()
+
+    def _settle(self) -> None:
+        """What has happened is stored, then those who asked for it are told."""
+        self._keeper.settle(recorded=self._recorder.idle)
+        for identity, frames in self._outbox:
+            self._send(identity, frames)
+        self._outbox.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """`wire/unauthenticated`, unless it is 0."""
+        gauges: dict[str, float] = self._gate.metrics()
+        return gauges
 
     def stop(self, reason: str, final: Version | None = None, evaluate: bool = False) -> None:
         """End the run (call it on the server's loop): "done" with `final`, else "stopping".
@@ -159,12 +220,23 @@ class BufferServer:
         """Answer what has come, a burst at most; whether that was all."""
         for _ in range(BURST):
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return True
             self._last_message_s = self._clock()
-            self._handle(bytes(parts[0].buffer), [part.buffer for part in parts[1:]])
+            self._handle(identity, self._frames())
         return False
+
+    def _frames(self) -> list[wire.Frame]:
+        """The rest of a message; of one with too many frames no more than shows it."""
+        socket = self._socket
+        frames: list[wire.Frame] = []
+        while socket.rcvmore:
+            # A header is small: copied it is faster than as a frame. A payload stays where it is.
+            part = socket.recv(copy=False).buffer if frames else socket.recv()
+            if len(frames) <= MAX_FRAMES:
+                frames.append(part)
+        return frames
 
     def _handle(self, identity: bytes, frames: Sequence[wire.Frame]) -> None:
         """Answer one message; whatever it is, the server goes on."""
@@ -173,9 +245,13 @@ class BufferServer:
         except WireError as e:
             self._answers.malformed += 1
             logger.warning("malformed message from %r: %s", identity, e)
-            self._send(identity, refusal(_request_number(frames), e, "message"))
+            self._reply(identity, refusal(_request_number(frames), e, "message"))
             return
         self._answers.answer(identity, message, arrays)
+
+    def _reply(self, identity: bytes, frames: Sequence[wire.Frame]) -> None:
+        """A reply leaves when what it tells is settled."""
+        self._outbox.append((identity, frames))
 
     def _send(self, identity: bytes, frames: Sequence[wire.Frame]) -> None:
         try:
@@ -191,4 +267,4 @@ def _request_number(frames: Sequence[wire.Frame]) -> int:
         req = msgspec.msgpack.decode(frames[0])["req"]
     except (IndexError, KeyError, TypeError, ValueError, msgspec.DecodeError, RecursionError):
         return 0
-    return req if isinstance(req, int) and 0 <= req < 1 << 63 else 0
+    return req if type(req) is int and 0 <= req < 1 << 63 else 0  # a bool is no number

@@ -14,11 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from asyncrl.recording import INDEX, Entry, Retired, encode_sample
+from asyncrl.recording import INDEX, Entry, Retired, encode_sample, read_recording
+from asyncrl.types import SampleId
 
 SEGMENT_BYTES = 64 << 20
 """A file of frames is closed when the next sample would make it longer than this."""
@@ -41,7 +43,8 @@ class TrajectoryWriter:
     A failure of the disk ends the recording, never the run.
 
     Args:
-        folder: made if it is not there; it must hold no recording.
+        folder: made if it is not there; it must hold no recording, unless `resume`.
+        resume: go on with the recording that is there; samples that it has are not written again.
         max_bytes: recording ends before frames and index together would be longer.
         segment_bytes, queue_bytes: see SEGMENT_BYTES and QUEUE_BYTES.
         create: opens a new file for unbuffered writing.
@@ -52,11 +55,14 @@ class TrajectoryWriter:
         folder: str | os.PathLike[str],
         *,
         max_bytes: int,
+        resume: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
         queue_bytes: int = QUEUE_BYTES,
         create: Callable[[str], BinaryIO] = _create,
     ) -> None:
         self._disk = _Disk(os.fspath(folder), max_bytes, segment_bytes, create)
+        if resume:
+            self._disk.resume()
         self._queue_bytes = queue_bytes
         self._queue: deque[tuple[Retired, float]] = deque()
         self._changed = threading.Condition()  # guards all that follows, and the queue
@@ -114,7 +120,7 @@ class TrajectoryWriter:
 
     def _run(self) -> None:
         while chunk := self._take():
-            before = self._disk.samples
+            before = self._disk.handled
             try:
                 full = self._disk.write(chunk)
             except Exception as e:
@@ -122,7 +128,7 @@ class TrajectoryWriter:
             with self._changed:
                 self._waiting -= len(chunk)
                 self._waiting_bytes -= sum(s.envelope.nbytes for s, _ in chunk)
-                self._unrecorded += len(chunk) - (self._disk.samples - before)
+                self._unrecorded += len(chunk) - (self._disk.handled - before)
                 if full:
                     self._end(full)
         self._disk.close()
@@ -159,12 +165,35 @@ class _Disk:
         self.folder = folder
         self.samples = 0
         self.bytes = 0
+        self.handled = 0  # samples written, or there already
         self._max_bytes, self._segment_bytes, self._create = max_bytes, segment_bytes, create
         self._segments = 0
         self._frames: BinaryIO | None = None
         self._index: BinaryIO | None = None
         self._offset = 0  # of the open file of frames
         self._index_bytes = 0
+        self._there: set[tuple[int, SampleId, int]] = set()  # by a former process
+
+    def resume(self) -> None:
+        """Go on after what a former process has written; its torn last line goes.
+
+        Raises:
+            DataError, OSError: the recording cannot be read, or not be written.
+        """
+        path = Path(self.folder, INDEX)
+        if not path.exists():
+            return
+        for recorded in read_recording(self.folder):
+            e = recorded.entry
+            self._there.add((e.lease, e.id, e.incarnation))
+        self.samples = len(self._there)
+        self._segments = max((int(p.stem) for p in path.parent.glob("*.frames")), default=0)
+        self.bytes = sum(p.stat().st_size for p in path.parent.glob("*.frames"))
+        with path.open("rb") as f:
+            self._index_bytes = f.read().rfind(b"\n") + 1
+        os.truncate(path, self._index_bytes)
+        self.bytes += self._index_bytes
+        self._index = path.open("ab", buffering=0)
 
     def write(self, chunk: list[tuple[Retired, float]]) -> str:
         """Write samples; why the recording must end after them, or empty.
@@ -174,6 +203,10 @@ class _Disk:
         """
         frames, lines, samples = bytearray(), bytearray(), 0
         for sample, when in chunk:
+            h = sample.envelope.header
+            if self._there and (h.lease, h.id, sample.incarnation) in self._there:
+                self.handled += 1
+                continue
             data = encode_sample(sample.envelope)
             at = self._offset + len(frames)
             if self._frames is None or (at and at + len(data) > self._segment_bytes):
@@ -231,6 +264,7 @@ class _Disk:
         self._index_bytes += len(lines)
         self.bytes += len(frames) + len(lines)
         self.samples += samples
+        self.handled += samples
 
 
 def _append(file: BinaryIO, data: bytearray, good: int) -> None:

@@ -42,17 +42,27 @@ def manifest_metrics(
     return metrics, hist
 
 
+def replay_metrics(headers: Sequence[SampleHeader], version: Version) -> tuple[Metrics, Hist]:
+    """How many samples a batch trained again, and their head staleness."""
+    heads = np.array([sample_staleness(h, version).head for h in headers], np.int64)
+    if not len(heads):
+        return {"replay/samples": 0.0}, {}
+    metrics = {"replay/samples": float(len(heads))} | _stats("replay/staleness", heads)
+    return metrics, {"replay/staleness": _integers(heads)}
+
+
 def token_metrics(table: npt.NDArray[np.float32], truncate: float | None) -> tuple[Metrics, Hist]:
     """Importance weights, KL and token staleness from the table of all ranks.
 
     `table` has the columns of `Microbatch.table`. Mismatch (engine against learner at the same
-    version) and drift (older versions) are two metrics; one without tokens is left out.
+    version) and drift (older versions) are two metrics; one without tokens is left out. Importance
+    weights and KL are of all tokens of the loss, `staleness/token` of the fresh ones alone.
     """
     metrics: Metrics = {}
     hist: Hist = {}
     if not len(table):
         return metrics, hist
-    log_mu, prox, entropy, staleness, own = table.astype(np.float64).T
+    log_mu, prox, entropy, staleness, own, replayed = table.astype(np.float64).T
     log_weight = prox - log_mu
     if not np.isfinite(log_weight).all():
         return metrics, hist  # the policy itself is broken: the gradient check reports it
@@ -68,8 +78,9 @@ def token_metrics(table: npt.NDArray[np.float32], truncate: float | None) -> tup
     if not own_version.all():
         metrics["kl/drift_k3"] = k3(log_weight[~own_version])
     metrics["loss/entropy"] = float(entropy.mean())
-    metrics |= _stats("staleness/token", staleness)
-    hist["staleness/token"] = _integers(staleness)
+    if len(fresh := staleness[replayed == 0]):
+        metrics |= _stats("staleness/token", fresh)
+        hist["staleness/token"] = _integers(fresh)
     raw = np.exp(np.clip(log_weight, -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
     used = raw if truncate is None else np.minimum(raw, truncate)
     hist["is/ratio_raw"], hist["is/ratio_used"] = _ratios(raw), _ratios(used)

@@ -20,6 +20,7 @@ import zmq
 
 from asyncrl import wire
 from asyncrl.errors import WireError
+from asyncrl.security import MAX_CONTROL_BYTES, Keys, secure_server
 from asyncrl.types import Version
 
 FRESH_S = 5.0
@@ -69,7 +70,9 @@ class Members:
     `on_change`, when set, is called by the receiving thread after each announcement.
     """
 
-    def __init__(self, host: str = "127.0.0.1", *, fresh_s: float = FRESH_S) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", *, fresh_s: float = FRESH_S, keys: Keys | None = None
+    ) -> None:
         self._fresh_s = fresh_s
         self._standings: dict[str, _Standing] = {}
         self._changed = threading.Condition()
@@ -81,6 +84,8 @@ class Members:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
+        self.gate = secure_server(self._socket, keys)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         """Where actors announce themselves."""

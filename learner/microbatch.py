@@ -27,6 +27,8 @@ class LocalSamples:
     samples: list[Trajectory]
     advantage: npt.NDArray[np.float32]
     """[len(samples)]"""
+    replayed: Bools
+    """[len(samples)] True for samples that an earlier batch trained."""
 
     def counts(self) -> tuple[int, int, int]:
         """Tokens that carry loss and count, tokens whose log mu is missing, samples that count."""
@@ -67,6 +69,8 @@ class Microbatch:
     """V - v of each token, cut off at 0."""
     own_version: Bools
     """True where the token was sampled by exactly the learner's version."""
+    replayed: Bools
+    """True where the token's sample was trained before."""
     prox: Tensor | None = None
     """log pi_prox, once known."""
     entropy: Tensor | None = None
@@ -78,7 +82,8 @@ class Microbatch:
         return torch.where(torch.isfinite(self.behaviour), self.behaviour, self.prox)
 
     def table(self) -> npt.NDArray[np.float32]:
-        """[n, 5] of the counted tokens: log mu, log prox, entropy, staleness, own version."""
+        """[n, 6] of the counted tokens: log mu, log prox, entropy, staleness, own version,
+        replayed."""
         assert self.prox is not None
         assert self.entropy is not None
         columns = [
@@ -87,6 +92,7 @@ class Microbatch:
             self.entropy.cpu().numpy(),
             self.staleness,
             self.own_version,
+            self.replayed,
         ]
         return np.stack(columns, axis=1).astype(np.float32)[self.counted]
 
@@ -119,6 +125,7 @@ def make_microbatches(
                 log_mu=pack.behaviour_logprobs,
                 staleness=token_staleness(v, version),
                 own_version=(v == version.version) & (i == version.incarnation),
+                replayed=local.replayed[pack.sample],
             )
         )
     return out

@@ -25,6 +25,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.learner.members import Member, Members
 from asyncrl.learner.round import Courier, Outcome
 from asyncrl.learner.snapshot import Snapshot
+from asyncrl.security import Keys
 from asyncrl.types import Version
 from asyncrl.weights import BUCKET_BYTES, ParamSpec, TransferPlan, publication_deadline_s
 
@@ -72,6 +73,7 @@ class BroadcastPublisher:
         timeout_s: float,
         address: str = "127.0.0.1",
         bucket_bytes: int = BUCKET_BYTES,
+        keys: Keys | None = None,
     ) -> None:
         self._rank = rank
         self._source = source
@@ -84,8 +86,9 @@ class BroadcastPublisher:
         self._deadline_s = publication_deadline_s(timeout_s, plan.nbytes)
         self._snapshot = Snapshot(plan, pinned=device.type == "cuda", bucket_bytes=bucket_bytes)
         self._courier = Courier(
-            self._snapshot, backend=backend, address=address, device=device, timeout_s=timeout_s
-        )
+            self._snapshot, backend=backend, address=address, device=device, timeout_s=timeout_s,
+            keys=keys,
+        )  # fmt: skip
         self._timings: deque[dict[str, float]] = deque()
         self._events: deque[dict[str, Any]] = deque()
         self._retries = 0

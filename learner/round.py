@@ -23,6 +23,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.learner.members import Member
 from asyncrl.learner.snapshot import Snapshot
 from asyncrl.learner.weight_fleet import Failure, FleetClient, Limits
+from asyncrl.security import Keys
 from asyncrl.types import Version
 
 
@@ -67,12 +68,14 @@ class Courier:
         address: str,
         device: torch.device,
         timeout_s: float,
+        keys: Keys | None = None,
     ) -> None:
         self._snapshot = snapshot
         self._backend = backend
         self._address = address
         self._device = device
         self._limits = Limits.of(timeout_s, snapshot.plan.nbytes)
+        self._keys = keys
         self._client: FleetClient | None = None
         self._sender: Any = None
 
@@ -131,7 +134,7 @@ class Courier:
         client = self._client
         if client is None or client.members != tuple(members):
             self.leave()
-            client = self._client = FleetClient(members, self._limits)
+            client = self._client = FleetClient(members, self._limits, self._keys)
             # The sender may need long for its part of the joining, before it asks anybody.
             client.deadline = time.monotonic() + self._limits.step_s + self._limits.margin_s
         client.start_round(version)

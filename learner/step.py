@@ -1,6 +1,6 @@
 """One optimizer batch, from a rank's part of it to new weights.
 
-    part ─► staleness check ─► advantages ─► packs ──► counts of all ranks (one all_gather)
+    part ─► staleness checks ─► advantages ─► packs ──► counts of all ranks (one all_gather)
                                                           │ denominators, microbatches per rank
              ┌────────────────────────────────────────────┘
              ▼
@@ -30,7 +30,13 @@ from asyncrl.config.schema import Config
 from asyncrl.learner.advantages import batch_advantages
 from asyncrl.learner.collectives import gather_counts, gather_rows
 from asyncrl.learner.corrections import check_present, token_weight
-from asyncrl.learner.diagnostics import Hist, Metrics, manifest_metrics, token_metrics
+from asyncrl.learner.diagnostics import (
+    Hist,
+    Metrics,
+    manifest_metrics,
+    replay_metrics,
+    token_metrics,
+)
 from asyncrl.learner.logprobs import pack_logprobs
 from asyncrl.learner.losses import decoupled_ppo
 from asyncrl.learner.microbatch import LocalSamples, Microbatch, make_microbatches, pack_local
@@ -52,9 +58,9 @@ class StepResult:
     dropped: tuple[SampleId, ...]
     """Samples that the staleness check left out."""
     samples: int
-    """Samples trained, over all ranks."""
+    """Fresh samples trained, over all ranks."""
     tokens: int
-    """Their prompt and response tokens."""
+    """Prompt and response tokens of all samples trained, replayed ones included."""
     skipped: int = 0
     """Optimizer steps left out because a gradient was not finite."""
 
@@ -125,21 +131,32 @@ class Trainer:
             DataError: a reward that is not finite.
             AsyncRLError: most behaviour log-probabilities are missing.
         """
-        buffer = self.config.buffer
-        stale = set(check_bound(part.manifest, version, buffer.max_staleness, buffer.on_stale))
-        kept = [i for i in range(len(part.manifest)) if i not in stale]
+        buffer, bound = self.config.buffer, self.config.replay.max_staleness
+        fresh, replayed = part.manifest[: part.fresh], part.manifest[part.fresh :]
+        stale = check_bound(fresh, version, buffer.max_staleness, buffer.on_stale)
+        over = check_bound(replayed, version, bound, buffer.on_stale, "replay.max_staleness")
+        dropped = {*stale, *(part.fresh + i for i in over)}
+        kept = [i for i in range(len(part.manifest)) if i not in dropped]
         work = self._prepare(part, kept, version)
         progress = self._run(work, part.batch)
-        headers = [part.manifest[i] for i in kept]
-        metrics, hist = self._report(work, progress, headers, version)
+        of_fresh = [part.manifest[i] for i in kept if i < part.fresh]
+        metrics, hist = self._report(work, progress, of_fresh, version)
         metrics["staleness/limit"] = float(buffer.max_staleness)
         metrics["staleness/violations"] = float(len(stale))
+        if replayed:
+            again = [part.manifest[i] for i in kept if i >= part.fresh]
+            of_replay, replay_hist = replay_metrics(again, version)
+            metrics |= of_replay | {
+                "replay/limit": float(bound),
+                "replay/violations": float(len(over)),
+            }
+            hist |= replay_hist
         return StepResult(
             metrics=metrics,
             hist=hist,
-            dropped=tuple(part.manifest[i].id for i in sorted(stale)),
-            samples=len(kept),
-            tokens=sum(h.tokens for h in headers),
+            dropped=tuple(part.manifest[i].id for i in sorted(dropped)),
+            samples=len(of_fresh),
+            tokens=sum(part.manifest[i].tokens for i in kept),
             skipped=sum(a.skipped for a in progress.applied),
         )
 
@@ -158,7 +175,9 @@ class Trainer:
         alive = set(kept)
         mine = [(i, e) for i, e in zip(part.mine, part.envelopes, strict=True) if i in alive]
         local = LocalSamples(
-            [unpack_trajectory(e) for _, e in mine], advantage[[i for i, _ in mine]]
+            [unpack_trajectory(e) for _, e in mine],
+            advantage[[i for i, _ in mine]],
+            np.array([i >= part.fresh for i, _ in mine], bool),
         )
         packs = [pack_local(local, which, learner) for which in local.split()]
         counts = [*local.counts(), *map(len, packs)]
@@ -226,7 +245,7 @@ class Trainer:
     ) -> tuple[Metrics, Hist]:
         learner = self.config.learner
         tables = [m.table() for m in [*work.trained, *work.looked_at]]
-        table = gather_rows(np.concatenate([np.zeros((0, 5), np.float32), *tables]), self.device)
+        table = gather_rows(np.concatenate([np.zeros((0, 6), np.float32), *tables]), self.device)
         metrics, hist = manifest_metrics(headers, version, learner.batches_per_publication)
         of_tokens, token_hist = token_metrics(table, learner.loss.truncate)
         sums = torch.tensor(

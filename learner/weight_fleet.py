@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from asyncrl import wire
 from asyncrl.errors import WeightSyncError, WireError
 from asyncrl.learner.members import Member
+from asyncrl.security import Keys, secure_client
 from asyncrl.types import Version
 from asyncrl.weights import BYTES_PER_S
 
@@ -71,8 +72,14 @@ class FleetClient:
     `failures` then says why, in the order in which they showed.
     """
 
-    def __init__(self, members: Sequence[Member], limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        limits: Limits | None = None,
+        keys: Keys | None = None,
+    ) -> None:
         self.members = tuple(members)
+        self.keys = keys
         self.limits = limits or Limits.of(60.0, 0)
         self._context = zmq.Context()
         self._calling = threading.Lock()
@@ -193,6 +200,7 @@ class _Exchange:
     ) -> None:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        secure_client(socket, self._client.keys)
         monitor = socket.get_monitor_socket(_GONE_EVENTS)
         self._open[member] = (socket, monitor)
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -61,10 +62,14 @@ class LearnerWorker:
         """Rank 0: the port of the ranks' rendezvous, the endpoint for actors' announcements."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        self.members = Members(host=self.settings.host)
+        s = self.settings
+        self.members = Members(host=s.host, keys=s.keys)
+        # Left to itself the store would listen on every address of the machine.
+        listener = socket.create_server((s.host, 0))
         self._store = TCPStore(
-            self.settings.host, 0, self.settings.world, is_master=True, wait_for_workers=False
-        )
+            s.host, listener.getsockname()[1], s.world, is_master=True, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
         return int(self._store.port), self.members.endpoint
 
     def setup(self, store_host: str, store_port: int) -> None:
@@ -95,9 +100,10 @@ class LearnerWorker:
             self.config, s.model_path, rank=s.rank, world=s.world,
             device="cuda:0" if s.device == "cuda" else "cpu",
         )  # fmt: skip
-        self.hub = HubClient(s.hub_endpoint, "learner", s.rank)
+        self.hub = HubClient(s.hub_endpoint, "learner", s.rank, keys=s.keys)
         self.pulse = Pulse(
-            self.hub, waits=self.waits, metrics=[self.shares.metrics],
+            self.hub, waits=self.waits,
+            metrics=[self.shares.metrics, *([self.members.gate.metrics] if s.rank == 0 else [])],
             position=lambda: (self.step, self.version), children=False,
         )  # fmt: skip
         self.ids = IdLog(s.ids_path)
@@ -117,7 +123,7 @@ class LearnerWorker:
             WeightSyncError: the sending thread is stuck.
         """
         config, s = self.config, self.settings
-        self.client = BufferClient(buffer, s.run_id, "learner", s.rank)
+        self.client = BufferClient(buffer, s.run_id, "learner", s.rank, keys=s.keys)
         self.client.hello()
         self._reported = time.monotonic()
         self._pulled_s = 0.0
@@ -154,7 +160,7 @@ class LearnerWorker:
             backend=s.weight_backend, address=s.host,
             source=lambda: self.trainer.full_parameters(getattr(torch, dtype)),
             metadata=[ParamSpec(name, dtype, shape) for name, shape in shapes.items()],
-            device=self.trainer.device, timeout_s=self.config.weights.timeout_s,
+            device=self.trainer.device, timeout_s=self.config.weights.timeout_s, keys=s.keys,
         )  # fmt: skip
 
     def _pull(self, batch: int) -> BatchPart | str:
@@ -183,7 +189,8 @@ class LearnerWorker:
         dropped = set(result.dropped)
         for i in part.mine:
             sample = part.manifest[i].id
-            self.ids.add("dropped" if sample in dropped else "trained", sample, part.batch)
+            kind = "" if i < part.fresh else "replay-"
+            self.ids.add(kind + ("dropped" if sample in dropped else "trained"), sample, part.batch)
         self.ids.flush()
         if self.settings.rank == 0:
             self.client.commit(part.batch, dropped=result.dropped)

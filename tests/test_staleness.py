@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,6 +70,17 @@ def test_after_a_restart_nothing_is_negative_and_the_sample_is_marked() -> None:
     assert (got.head, got.tail, got.in_queue, got.span) == (2, 0, 0, 4)
     assert got.prior_incarnation
     assert not staleness.sample_staleness(sample(5, 7, 5, 7, 1), Version(1, 7)).prior_incarnation
+
+
+def test_a_restart_within_a_sample_marks_it_and_counts_by_number() -> None:
+    # Tokens 0:6, 1:5, 1:6, 1:7: none of version_min, version_max and version_finish is of
+    # incarnation 0.
+    over = replace(sample(5, 7, 6, 7, incarnation=1), version_dispatch=Version(0, 6))
+    got = staleness.sample_staleness(over, Version(1, 8))
+    assert (got.head, got.tail, got.span, got.dispatch) == (3, 1, 2, 2)
+    assert got.prior_incarnation
+    assert staleness.check_bound([over], Version(1, 8), 3) == ()
+    assert staleness.check_bound([over], Version(1, 8), 2) == (0,)
 
 
 def test_the_check_names_samples_over_the_bound() -> None:

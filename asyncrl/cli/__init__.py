@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from asyncrl.cli import config, launch, model, status, version
+from asyncrl.cli import config, keys, launch, model, status, version
 
 app = typer.Typer(
     name="asyncrl",
@@ -19,4 +19,5 @@ app.command("launch")(launch.launch)
 app.command("status")(status.status)
 app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
+app.command("keys")(keys.keys)
 app.command("version")(version.version)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncrl.config import fields
-from asyncrl.config.rules import data, fleet, learning, run
+from asyncrl.config.rules import data, fleet, holding, learning, run, security
 from asyncrl.config.rules.context import Context
 from asyncrl.config.rules.data import EVEN_DIGITS_PROMPTS, REWARDS
 from asyncrl.config.rules.run import BUILT_IN_MODELS
@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 
 __all__ = ["BUILT_IN_MODELS", "EVEN_DIGITS_PROMPTS", "REWARDS", "check"]
 
-_RULES = (*run.RULES, *learning.RULES, *data.RULES, *fleet.RULES)
+_RULES = (*run.RULES, *learning.RULES, *holding.RULES, *data.RULES, *fleet.RULES, *security.RULES)
 
 
 def check(

@@ -107,6 +107,8 @@ class RolloutConfig(Section):
     """Tries of a sample whose data or reward fails, the first included; 1 tries nothing again."""
     failed_member: Literal["shrink", "drop"] = "shrink"
     """After its last try: the group goes on without the sample, or is dropped."""
+    quarantine_after: Positive = 1
+    """A prompt whose group was given up so often, for data or reward, is left out from then on."""
 
 
 class EngineConfig(Section):
@@ -141,6 +143,26 @@ class BufferConfig(Section):
     """Leave out groups whose rewards are all equal: they carry no advantage."""
     max_filtered_in_a_row: Positive | None = None
     """Groups left out in a row that end the run; default: 16 batches of them, at least 64."""
+    durability: Literal["none", "process", "disk"] = "none"
+    """What the buffer acknowledged survives: nothing; the death of its process; that of the
+    machine too (an fsync before every acknowledgement)."""
+    memory_gib: Annotated[float, Field(gt=0)] = 4.0
+    """Samples held in memory, those being produced counted at their longest. With durability none
+    nothing is leased beyond it; else what is beyond it lies in the store alone."""
+    store_gib: Annotated[float, Field(gt=0)] = 16.0
+    """durability process or disk: samples held in the store; nothing is leased beyond it."""
+
+
+class ReplayConfig(Section):
+    """Samples trained again, on top of the fresh ones of a batch (docs/architecture.md)."""
+
+    fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Replayed groups of a batch, as a share of its fresh groups; 0 turns replay off."""
+    max_staleness: Positive = 4
+    """In versions: no replayed token is staler; older groups are forgotten."""
+    by: Literal["uniform", "advantage", "fresh"] = "uniform"
+    """Which groups are drawn: all alike; by mean distance of a reward from its group's mean; or by
+    freshness, half as likely for each version of age."""
 
 
 class OptimConfig(Section):
@@ -241,6 +263,17 @@ class ClusterConfig(Section):
     """An actor that says nothing for this long loses its leases to others."""
 
 
+class SecurityConfig(Section):
+    """Who may speak on the data plane (docs/security.md)."""
+
+    curve: bool = False
+    """Encrypt it, and let in only who has the run's keys (CURVE)."""
+    keys: str | None = None
+    """Folder made by `asyncrl keys`; null makes keys for this run, which lie on no disk."""
+    allow_plaintext: bool = False
+    """Without curve: bind addresses that other machines reach all the same."""
+
+
 class EvalConfig(Section):
     """Greedy evaluation on prompts held out from training."""
 
@@ -288,9 +321,11 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     buffer: BufferConfig = BufferConfig()
+    replay: ReplayConfig = ReplayConfig()
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
+    security: SecurityConfig = SecurityConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     record: RecordConfig = RecordConfig()
@@ -299,6 +334,11 @@ class Config(Section):
     def groups_per_batch(self) -> int:
         """G: groups that one optimizer batch consumes."""
         return self.learner.batch_size // self.rollout.group_size
+
+    @property
+    def replay_groups(self) -> int:
+        """R: groups that one optimizer batch trains again, on top of its G fresh ones."""
+        return round(self.replay.fraction * self.groups_per_batch)
 
     @property
     def last_version(self) -> int:

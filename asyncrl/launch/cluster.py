@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RoleDiedError
+from asyncrl.launch.data_plane import check_binding
 from asyncrl.launch.placement import Assignment, Placement, Seat, assign, nodes_of
 from asyncrl.launch.processes.reaper import MARK
 from asyncrl.launch.processes.role_main import RoleSpec
@@ -58,8 +59,13 @@ class Cluster:
 
         here = self._ray.get_runtime_context().get_node_id()
         free = available_resources_per_node() if config.cluster.address else None
+        nodes = nodes_of(self._ray.nodes(), here, free)
         try:
-            return assign(config, placement, nodes_of(self._ray.nodes(), here, free))
+            made = assign(config, placement, nodes)
+            if config.cluster.address:
+                used = {seat.node for seat in (*made.actors, *made.learners)}
+                check_binding(config, [n.address for n in nodes if n.id in used])
+            return made
         except ConfigError:
             self.close()
             raise

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from asyncrl.buffer.client import BufferClient
 from asyncrl.errors import AsyncRLError, DeadlineError
+from asyncrl.launch.buffer_slot import BufferSlot
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.desk import Desk
 from asyncrl.launch.fleet import Fleet
@@ -27,12 +29,11 @@ LAUNCHER_PATIENCE_S = 5.0
 
 
 class Crew:
-    """Starts every role; `fleet` has the actors, `calls` what buffer and learners are doing."""
+    """Starts every role; `fleet` has the actors, `calls` what the learners are doing."""
 
     cluster: Cluster
     fleet: Fleet
-    buffer: str
-    """The buffer's endpoint."""
+    buffer: BufferSlot
     announce_to: str
     """Where actors announce themselves: learner rank 0."""
 
@@ -44,7 +45,7 @@ class Crew:
         self._interrupt = interrupt
         self.client: BufferClient | None = None
         self.hosts: dict[str, Any] = {}
-        """Of the buffer and the learners."""
+        """Of the learners."""
         self.calls: dict[Any, str] = {}
         """The calls to them that are under way."""
 
@@ -67,11 +68,16 @@ class Crew:
         """Every role's host, and the actors' set-up, which needs nobody else."""
         c = self.config.cluster
         self.desk.phase(f"starting {c.actors} actor(s) and {c.learners} learner rank(s)")
-        names = ["buffer-0", *self.learners]
-        for name in names:
+        self.buffer = BufferSlot(
+            self.config, self.cluster, spec_of=partial(self.spec_of, "buffer-0"),
+            log=self.folder.log_of("buffer-0"), tell=self.desk.event,
+        )  # fmt: skip
+        self.desk.board.fleet.update("buffer-0", state="starting")
+        self.buffer.start()
+        for name in self.learners:
             self.desk.board.fleet.update(name, state="starting")
             self.hosts[name] = self.cluster.start(self.spec_of(name), self.folder.log_of(name))
-        for name in [*names, *(f"actor-{r}" for r in range(c.actors))]:
+        for name in ["buffer-0", *self.learners, *(f"actor-{r}" for r in range(c.actors))]:
             seat = self.cluster.seat(name)
             self.desk.event("placed", name=name, node=seat.node, on=seat.label, gpus=seat.gpus)
         self.fleet = Fleet(
@@ -84,24 +90,25 @@ class Crew:
     def _start_buffer(self) -> None:
         """The buffer and the learners' rendezvous, which the set-up of the learners needs."""
         began = time.monotonic()
-        self.wait_one(self.hosts["buffer-0"].pid.remote(), "buffer-0")
+        self.wait_one(self.buffer.host.pid.remote(), "buffer-0")
         self.desk.startup("imports", began)
         began = time.monotonic()
         bound = self.hosts["learner-0"].call.remote("bind")
-        start = self.hosts["buffer-0"].call.remote("start")
-        self.buffer = self.wait_one(start, "buffer-0")
-        self.calls[self.hosts["buffer-0"].call.remote("run")] = "buffer-0"
+        self.buffer.bind()
+        self.buffer.serve(self.wait_one(self.buffer.ref, "buffer-0"))
         self.client = BufferClient(
-            self.buffer, self.desk.run_id, "launcher", 0, timeout_s=LAUNCHER_PATIENCE_S
-        )
+            self.buffer.endpoint, self.desk.run_id, "launcher", 0, timeout_s=LAUNCHER_PATIENCE_S,
+            keys=self.desk.keys,
+        )  # fmt: skip
         self.client.hello()
+        self.desk.event("bound", name="buffer-0", endpoint=self.buffer.endpoint)
         host, port, self.announce_to = self.wait_one(bound, "learner-0")
         self.desk.startup("buffer", began)
         for name in self.learners:
             self.calls[self.hosts[name].call.remote("setup", host, port)] = name
 
-    def spec_of(self, name: str) -> RoleSpec:
-        """What the role of this name is made from."""
+    def spec_of(self, name: str, port: int = 0) -> RoleSpec:
+        """What the role of this name is made from; the buffer has a port to bind."""
         p, cluster = self._placement, self.config.cluster
         role, _, rank = name.partition("-")
         seat = self.cluster.seat(name)
@@ -113,6 +120,8 @@ class Crew:
             weight_backend=p.weight_backend, run_id=self.desk.run_id,
             hub_endpoint=self.desk.hub.endpoint, run_dir=self.folder.path,
             visible_gpus=seat.visible_gpus, forked=p.device == "cpu",
+            keys=self.desk.keys,
+            port=port,
         )  # fmt: skip
         return RoleSpec(self.config, settings)
 
@@ -138,7 +147,7 @@ class Crew:
         """All learner ranks are set up: let them train."""
         self.desk.training()
         for name in self.learners:
-            self.calls[self.hosts[name].call.remote("run", self.buffer)] = name
+            self.calls[self.hosts[name].call.remote("run", self.buffer.endpoint)] = name
 
     def actor_gone(self, name: str, why: str) -> None:
         """Give the leases of an actor whose process has ended to others."""

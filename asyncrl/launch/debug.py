@@ -82,7 +82,10 @@ class DebugRun:
             endpoint = self._endpoint = buffer.start()
             self._thread("buffer", buffer.run)
             self._thread("console", self._refresh)
-            client = BufferClient(endpoint, self.desk.run_id, "launcher", 0, timeout_s=PATIENCE_S)
+            client = BufferClient(
+                endpoint, self.desk.run_id, "launcher", 0, timeout_s=PATIENCE_S,
+                keys=self.desk.keys,
+            )  # fmt: skip
             client.hello()
             host, port, fleet = learner.bind()
             learner.setup(host, port)
@@ -121,7 +124,7 @@ class DebugRun:
             threads=p.actor_threads if role == "actor" else p.learner_threads,
             weight_backend="gloo", run_id=self.desk.run_id,
             hub_endpoint=self.desk.hub.endpoint, run_dir=self.desk.folder.path,
-            inline_reward=True,
+            inline_reward=True, keys=self.desk.keys,
         )  # fmt: skip
         return RoleSpec(self.config, settings)
 
@@ -139,7 +142,10 @@ class DebugRun:
     def _stop(self) -> None:
         """End the run, from any thread: a role is gone, and the learner would wait for it."""
         with contextlib.suppress(AsyncRLError):
-            client = BufferClient(self._endpoint, self.desk.run_id, "launcher", 1, timeout_s=10.0)
+            client = BufferClient(
+                self._endpoint, self.desk.run_id, "launcher", 1, timeout_s=10.0,
+                keys=self.desk.keys,
+            )  # fmt: skip
             client.hello()
             client.stop(INTERRUPTED)
             client.close()

@@ -14,6 +14,7 @@ from asyncrl import wire
 from asyncrl.buffer.client import BufferClient
 from asyncrl.config.schema import Config
 from asyncrl.hub import Hub, HubClient
+from asyncrl.launch.data_plane import keys_of
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.placement import launcher_address
 from asyncrl.monitor.board import Board
@@ -57,15 +58,16 @@ class Desk:
     ) -> None:
         self.config, self.folder, self.run_id = config, folder, run_id
         self.board = Board(config, started=began)
+        self.keys = keys_of(config)
         self.hub = Hub(
             self._sinks(), run_id=run_id, host=launcher_address(config.cluster.address),
-            listeners=[self.board.write],
+            keys=self.keys, listeners=[self.board.write],
         )  # fmt: skip
         self.waits = Waits("launcher", config.log.wait_warn_s)
         self._status = StatusFile(
             os.path.join(folder.path, "status.json"), self.board, run_id=run_id, run=folder.name
         )
-        self._client = HubClient(self.hub.endpoint, "launcher")
+        self._client = HubClient(self.hub.endpoint, "launcher", keys=self.keys)
         self._pulse = Pulse(
             self._client, waits=self.waits, position=self.board.position,
             metrics=[self.hub.metrics, self.board.fleet.metrics], children=False,

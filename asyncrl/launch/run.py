@@ -6,7 +6,8 @@
        waits: a role's set-up,             waits: a role ends or dies; Ctrl-C; stop.wall_s
        by cluster.ready_timeout_s          released by: the learner's last step
 
-An actor that dies is restarted (`fleet`); the death of another role ends the run with one message.
+An actor that dies is restarted (`fleet`), the buffer too if it has a store (`buffer_slot`); the
+death of a learner ends the run with one message.
 Ctrl-C asks the buffer to stop: no more leases, no more batches; what does not end within DRAIN_S
 is killed. A second Ctrl-C kills at once (130).
 """
@@ -18,12 +19,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, DeadlineError, RoleDiedError
+from asyncrl.errors import AsyncRLError, DeadlineError
 from asyncrl.launch.crew import TICK_S, Crew
 from asyncrl.launch.desk import Desk, last_stats
 from asyncrl.launch.fleet import Slot
 from asyncrl.launch.interrupt import Interrupt
 from asyncrl.launch.placement import Placement
+from asyncrl.monitor.fleet_view import RoleState
 from asyncrl.roles import INTERRUPTED
 from asyncrl.types import Version
 
@@ -76,7 +78,7 @@ class Run:
         """Run until every role has ended.
 
         Raises:
-            RoleDiedError: the buffer or a learner died, or no actor is left.
+            RoleDiedError: a learner or a buffer without a store died, or no actor is left.
             DeadlineError: no actor or a learner was not set up in time.
         """
         timeout = self.config.cluster.ready_timeout_s
@@ -98,22 +100,26 @@ class Run:
 
         crew = self.crew
         actors = crew.fleet.refs()
-        done, _ = ray.wait([*actors, *crew.calls], num_returns=1, timeout=TICK_S)
+        calls = [*actors, *crew.calls, *filter(None, [crew.buffer.ref])]
+        done, _ = ray.wait(calls, num_returns=1, timeout=TICK_S)
         for ref in done:
             if ref in actors:
                 self.actor_ended(actors[ref], ref)
+            elif ref == crew.buffer.ref:
+                self.buffer_ended(ref)
             else:
                 self.role_ended(ref)
         if not self._training and not self.to_set_up and crew.fleet.gathered:
             self._training = True
             crew.train()
+        crew.buffer.tick()
         crew.fleet.tick(partial(self.silent, limit_s=STUCK_S))
         if "learner-0" in self._done:
             for slot in crew.fleet.end(partial(self.silent, limit_s=SILENT_S)):
                 self.desk.view.say(f"not waited for, silent for {SILENT_S:.0f} s: {slot.name}")
         else:
             version = Version(0, self.desk.board.version)
-            crew.fleet.run_ready(crew.buffer, crew.announce_to, version)
+            crew.fleet.run_ready(crew.buffer.endpoint, crew.announce_to, version)
         self.show_roles()
         self.look_at_buffer()
         self.look_at_clock()
@@ -141,12 +147,15 @@ class Run:
             then = "restarting" if slot.state == "backoff" else f"given up, {left} actors go on"
             self.desk.view.say(f"{slot.name}, {was}: {slot.why}; {then}")
 
+    def buffer_ended(self, ref: Any) -> None:
+        """A call of the buffer has ended, well or not."""
+        result = partial(self.crew.result_of, ref, "buffer-0")
+        self.desk.view.say(self.crew.buffer.ended(result, self.desk.board.step))
+
     def role_ended(self, ref: Any) -> None:
-        """A call of the buffer or a learner has ended."""
+        """A call of a learner has ended."""
         name = self.crew.calls.pop(ref)
         outcome = self.crew.result_of(ref, name)
-        if name == "buffer-0":
-            raise RoleDiedError(f"buffer-0 ended early; see {self.folder.log_of(name)}")
         if name in self.to_set_up:
             self.to_set_up.discard(name)
             return
@@ -160,7 +169,10 @@ class Run:
 
     def show_roles(self) -> None:
         """What the console and status.json say of each role."""
-        view = self.desk.board.fleet
+        view, buffer = self.desk.board.fleet, self.crew.buffer
+        if buffer.restarts or buffer.state == "backoff":
+            state: RoleState = "alive" if buffer.state == "serving" else "restarting"
+            view.update("buffer-0", state=state, restarts=buffer.restarts)
         for slot in self.crew.fleet.slots:
             view.update(slot.name, state=slot.shown, restarts=slot.restarts)
         for name in self._done:
@@ -203,7 +215,8 @@ class Run:
     def look_at_buffer(self) -> None:
         """Refresh the board's view of the ledger, at most once a second."""
         now = time.monotonic()
-        if now - self._looked > 1.0 and self.crew.client is not None:
+        serving = self.crew.buffer.state == "serving"
+        if serving and now - self._looked > 1.0 and self.crew.client is not None:
             self._looked = now
             self.crew.cluster.check()
             with suppress(DeadlineError):  # a buffer that died is told by the next ray.wait

@@ -67,10 +67,12 @@ def preflight(
     Raises:
         UserError: what was found, one problem a line; what to change.
     """
+    from asyncrl.launch.data_plane import check_launcher, keys_of
     from asyncrl.launch.placement import place
 
     placement = place(config)
     check(config, sources, placement.device)
+    check_launcher(config)
     check_machine(config, placement)
     problems: list[UserError] = []
 
@@ -85,6 +87,7 @@ def preflight(
     reward = attempt(lambda: _reward(config))
     path = attempt(lambda: run_path(config, name))
     attempt(lambda: _sinks(config))
+    attempt(lambda: keys_of(config))
     if problems or prompts is None or reward is None or path is None:
         raise _merge(problems)
     model_path = models.resolve(config.model.name, say)

@@ -294,6 +294,28 @@ def test_a_dead_engine_ends_the_loop(tmp_path):
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("stamps", "low", "high"),
+    [
+        ([(0, 3), (0, 3), (0, 4)], (0, 3), (0, 4)),
+        ([(0, 8), (1, 7), (1, 8)], (1, 7), (1, 8)),  # 0:8 is the lower pair, 1:7 the lower number
+        ([(0, 9), (1, 7), (1, 8)], (1, 7), (0, 9)),
+        ([(0, 7), (1, 7)], (0, 7), (1, 7)),
+    ],
+)
+def test_the_lowest_and_highest_version_of_a_sample_are_those_by_number(stamps, low, high):
+    incarnations, versions = np.array(stamps, np.int32).T
+    tokens = np.arange(len(stamps), dtype=np.int32)
+    generation = Generation(
+        tokens, -tokens.astype(np.float32), versions, incarnations, Version(*stamps[0]),
+        Version(*stamps[-1]), FinishReason.STOP, "",
+    )  # fmt: skip
+    sample = SampleId("t", 0, 0, 0)
+    header = build_trajectory(sample, 1, "actor-0", (1,), generation, 0.0, 1.0).header
+    assert (header.version_min, header.version_max) == (Version(*low), Version(*high))
+    assert (header.version_dispatch, header.version_finish) == (stamps[0], stamps[-1])
+
+
 def test_a_generation_without_tokens_or_stamps_is_refused():
     def trajectory(generation):
         return build_trajectory(SampleId("t", 0, 0, 0), 1, "actor-0", (1,), generation, 0.0, 1.0)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "bench"
-BENCHES = ("startup", "async_vs_sync", "peers")
-MODULES = (*BENCHES, "harness", "runs", "pinning")
+BENCHES = ("startup", "async_vs_sync", "peers", "buffer")
+MODULES = (*BENCHES, "harness", "runs", "pinning", "buffer_raw", "buffer_sides")
 
 
 def start(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

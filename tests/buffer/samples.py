@@ -45,10 +45,10 @@ def header(
 def envelope(
     sample: SampleId, lease: int, actor: str, version: Version, reward: float = 0.0
 ) -> Envelope:
-    """A result whose frames the ledger does not read: 6 frames of 1 + k bytes for sample k."""
+    """A result whose payload the ledger does not read: 6 (1 + k) bytes for sample k."""
     tokens = 1 + sample.sample
     h = header(sample, lease, actor, version, reward, response_tokens=tokens)
-    return Envelope(h, (b"\0" * tokens,) * 6)
+    return Envelope(h, bytes(6 * tokens))
 
 
 def trajectory(lease: Lease, k: int, actor: str, reward: float = 0.0) -> Trajectory:
@@ -70,4 +70,4 @@ def trajectory(lease: Lease, k: int, actor: str, reward: float = 0.0) -> Traject
 
 def same_arrays(got: Envelope, sent: Trajectory) -> bool:
     """Whether the arrays are those of `sent`, bit for bit."""
-    return [bytes(f) for f in got.frames] == [bytes(f) for f in wire.pack_trajectory(sent).frames]
+    return got.payload == wire.pack_trajectory(sent).payload

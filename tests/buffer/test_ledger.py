@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.balance import balance
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import ConfigError, LedgerError
-from asyncrl.types import FailureKind, Lease, Version
+from asyncrl.types import Envelope, FailureKind, Lease, Version
 from tests.buffer.samples import envelope, prompts
 
 V0 = Version(0, 0)
@@ -33,7 +32,7 @@ def give(
 ) -> str:
     """Deliver sample k of a lease, with changes to its header."""
     sent = envelope(lease.group.sample(k), lease.lease, actor, lease.version, reward=float(k))
-    return ledger.accept(replace(sent, header=replace(sent.header, **header)), now)
+    return ledger.accept(Envelope(replace(sent.header, **header), sent.payload), now)
 
 
 def give_all(ledger: Ledger, lease: Lease, actor: str = "a", now: float = 0.0) -> None:
@@ -495,37 +494,6 @@ def test_gauges() -> None:
     gauges = ledger.gauges(now=3)
     assert gauges["samples/len_bias"] == pytest.approx((3 / 2) / (21 / 4))
     assert gauges["queue/bytes"] == 0
-
-
-def test_the_largest_are_placed_first() -> None:
-    assert balance([[1], [1], [2]], 2) == ((2,), (0, 1))
-    assert balance([[3, 1], [2]], 3) == ((0,), (2,), (1,))  # fewer groups than ranks: split
-
-
-@given(
-    groups=st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=5), min_size=1, max_size=8),
-    ranks=st.integers(1, 5),
-)
-def test_balance(groups: list[list[int]], ranks: int) -> None:
-    parts = balance(groups, ranks)
-    flat = [tokens for group in groups for tokens in group]
-    assert len(parts) == ranks
-    assert sorted(i for part in parts for i in part) == list(range(len(flat)))
-    assert all(list(part) == sorted(part) for part in parts)
-    assert balance(groups, ranks) == parts
-    whole = len(groups) >= ranks
-    if whole or len(flat) >= ranks:
-        assert all(parts)
-    if whole:
-        owner = {i: rank for rank, part in enumerate(parts) for i in part}
-        index = 0
-        for group in groups:
-            assert len({owner[index + k] for k in range(len(group))}) == 1
-            index += len(group)
-    # Greedy: no rank is heavier than the lightest by more than one item.
-    loads = [sum(flat[i] for i in part) for part in parts]
-    largest = max(map(sum, groups)) if whole else max(flat)
-    assert max(loads) - min(loads) <= largest
 
 
 @settings(max_examples=40, deadline=None)

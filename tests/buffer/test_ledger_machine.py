@@ -1,355 +1,27 @@
-"""The ledger against a slow literal model of docs/architecture.md, under any order of events."""
+"""The ledger against a slow literal model of docs/architecture.md, under any order of events.
+
+Crashes among them: the ledger is thrown away and made anew from a snapshot and the journal.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asyncrl.buffer.ledger import Ledger
-from asyncrl.recording import Retired
-from asyncrl.types import Envelope, FailureKind, GroupId, Prompt, SampleId, Version
-from tests.buffer.samples import envelope
+from asyncrl.types import FailureKind
+from tests.buffer.ledger_events import Events
+from tests.buffer.ledger_model import ACTORS, ENDED, HELD, Key
 
-TIMEOUT_S = 10.0
-ACTORS = ("actor-0", "actor-1", "actor-2")
-HELD = ("leased", "assembling", "queued", "assigned")
-ENDED = ("trained", "dropped_stale", "filtered", "failed", "requeued", "duplicate")
+SOAK_STEPS = 100_000
 
 
-Source = st.DataObject | random.Random
-T = TypeVar("T")
-
-
-def choose(source: Source, options: Sequence[T]) -> T:
-    """One of the options, by hypothesis (which can shrink it) or by a seeded walk."""
-    if isinstance(source, random.Random):
-        return source.choice(options)
-    return source.draw(st.sampled_from(options))
-
-
-@dataclass
-class MGroup:
-    """A group of the model: `status` is live, assigned, consumed, filtered or failed."""
-
-    id: GroupId
-    size: int
-    status: str = "live"
-    rewards: dict[int, float] = field(default_factory=dict)
-    winner: dict[int, tuple[int, int]] = field(default_factory=dict)
-    given_up: set[int] = field(default_factory=set)
-    failures: Counter[int] = field(default_factory=Counter)
-
-    def wants(self, k: int) -> bool:
-        return self.status == "live" and k not in self.rewards and k not in self.given_up
-
-    @property
-    def complete(self) -> bool:
-        return len(self.rewards) + len(self.given_up) == self.size
-
-
-@dataclass
-class MLease:
-    actor: str
-    version: Version
-    group: MGroup
-    deadline_s: float
-    tokens: int = 0
-
-
-class LedgerMachine(RuleBasedStateMachine):
-    @initialize(data=st.data())
-    def start(self, data: Source, prompts: int | None = None) -> None:
-        self.S, self.G = choose(data, range(4)), choose(data, (1, 2, 3))
-        self.n_pub, self.size = choose(data, (1, 2)), choose(data, (1, 2, 3))
-        self.W = choose(data, range(1, self.S * self.G * self.n_pub + 2))
-        self.filter = self.size > 1 and choose(data, (False, True))
-        self.attempts = choose(data, (1, 2))
-        self.drop = choose(data, (False, True))
-        self.total = prompts or choose(data, (3, 12, 1000))
-        self.ledger = Ledger(
-            prompts=((GroupId("p", 0, i), Prompt(text=str(i))) for i in range(self.total)),
-            group_size=self.size, groups_per_batch=self.G, batches_per_publication=self.n_pub,
-            max_staleness=self.S, window=self.W, ranks=2, lease_timeout_s=TIMEOUT_S,
-            max_attempts=self.attempts, filter_zero_variance=self.filter,
-            failed_member="drop" if self.drop else "shrink",
-        )  # fmt: skip
-        self.ledger.keep_retired()
-        self.now = 0.0
-        self.groups: list[MGroup] = []
-        self.leases: dict[int, MLease] = {}
-        self.state: dict[tuple[int, int], str] = {}  # (lease, sample) -> state
-        self.applied = dict.fromkeys(ACTORS, Version(0, 0))
-        self.published = 0
-        self.assigned: dict[int, list[MGroup]] = {}
-        self.next_batch, self.committed = 1, 0
-        self.trained: list[SampleId] = []
-        self.completed = 0
-        self.sent: dict[SampleId, Envelope] = {}  # accepted results
-        self.place: dict[SampleId, tuple[int, int, int]] = {}  # batch, rank, position
-        self.retired: dict[SampleId, Retired] = {}
-
-    # --- the model, literally ---------------------------------------------------------------
-
-    def position(self, group: MGroup) -> int:
-        before = self.groups[: self.groups.index(group)]
-        return sum(g.status not in ("filtered", "failed") for g in before)
-
-    def admitted(self, position: int, version: int) -> bool:
-        return position + self.W <= (version + self.S + 1) * self.G * self.n_pub
-
-    def pending(self, group: MGroup) -> list[int]:
-        busy = {
-            k for (n, k), s in self.state.items()
-            if s == "leased" and self.leases[n].group is group
-        }  # fmt: skip
-        return [k for k in range(self.size) if group.wants(k) and k not in busy]
-
-    def end(self, key: tuple[int, int]) -> None:
-        """A leased dispatch ends without a result that is wanted, or its sample is free again."""
-        group = self.leases[key[0]].group
-        if key[1] in group.rewards:
-            self.state[key] = "duplicate"
-        elif group.status == "failed":
-            self.state[key] = "failed"
-        else:
-            self.state[key] = "requeued"
-
-    def settle(self, group: MGroup, state: str) -> None:
-        for key in group.winner.values():
-            self.state[key] = state
-
-    def completed_group(self, group: MGroup) -> None:
-        if self.filter and len(set(group.rewards.values())) == 1:
-            group.status = "filtered"
-            self.settle(group, "filtered")
-        else:
-            self.settle(group, "queued")
-
-    def expected_grants(self, version: int, capacity: int) -> list[tuple[GroupId, list[int]]]:
-        grants = []
-        for group in self.groups:
-            if group.status == "live" and self.pending(group) and capacity > 0:
-                if not self.admitted(self.position(group), version):
-                    return grants
-                taken = self.pending(group)[:capacity]
-                capacity -= len(taken)
-                grants.append((group.id, taken))
-        opened = len(self.groups)
-        place = sum(g.status not in ("filtered", "failed") for g in self.groups)
-        while capacity > 0 and opened < self.total and self.admitted(place, version):
-            taken = list(range(min(capacity, self.size)))
-            grants.append((GroupId("p", 0, opened), taken))
-            capacity -= len(taken)
-            opened, place = opened + 1, place + 1
-        return grants
-
-    def expected_batch(self) -> list[MGroup] | None:
-        chosen: list[MGroup] = []
-        live = [g for g in self.groups if g.status == "live"]
-        for q in live:
-            overtaken = [p for p in live if self.position(p) < self.position(q) and not p.complete]
-            if q.complete and all(self.position(q) - self.position(p) < self.W for p in overtaken):
-                chosen.append(q)
-        return chosen[: self.G] if len(chosen) >= self.G else None
-
-    # --- events -----------------------------------------------------------------------------
-
-    @rule(actor=st.sampled_from(ACTORS), capacity=st.integers(0, 7))
-    def lease(self, actor: str, capacity: int) -> None:
-        version = self.applied[actor]
-        expected = self.expected_grants(version.version, capacity)
-        got = self.ledger.lease(actor, version, capacity, self.now)
-        assert [(g.group, list(g.samples)) for g in got] == expected
-        assert all(g.version == version and g.deadline_s == TIMEOUT_S for g in got)
-        for grant in got:
-            if grant.group.index == len(self.groups):
-                self.groups.append(MGroup(grant.group, self.size))
-            group = self.groups[grant.group.index]
-            self.leases[grant.lease] = MLease(actor, version, group, self.now + TIMEOUT_S)
-            for k in grant.samples:
-                self.state[grant.lease, k] = "leased"
-
-    @precondition(lambda self: self.state)
-    @rule(data=st.data(), reward=st.sampled_from((0.0, 1.0)))
-    def deliver(self, data: Source, reward: float) -> None:
-        self.accept(choose(data, sorted(self.state)), data, reward)
-
-    @precondition(lambda self: "leased" in self.state.values())
-    @rule(data=st.data(), reward=st.sampled_from((0.0, 1.0)), most=st.integers(1, 9))
-    def deliver_leased(self, data: Source, reward: float, most: int) -> None:
-        for _ in range(most):
-            leased = sorted(k for k, s in self.state.items() if s == "leased")
-            if leased:
-                self.accept(choose(data, leased), data, reward)
-
-    @rule()
-    def all_catch_up_and_lease(self) -> None:
-        self.applied = dict.fromkeys(ACTORS, Version(0, self.published))
-        for actor in ACTORS:
-            self.lease(actor, 5)
-
-    @precondition(lambda self: "leased" in self.state.values())
-    @rule(data=st.data(), same=st.booleans())
-    def deliver_group(self, data: Source, same: bool) -> None:
-        leased = sorted(k for k, s in self.state.items() if s == "leased")
-        group = self.leases[choose(data, leased)[0]].group
-        for key in leased:
-            if self.leases[key[0]].group is group:
-                self.accept(key, data, 1.0 if same else float(key[1]))
-
-    def accept(self, key: tuple[int, int], data: Source, reward: float) -> None:
-        lease, group, before = self.leases[key[0]], self.leases[key[0]].group, self.state[key]
-        version = choose(data, range(lease.version.version, self.applied[lease.actor].version + 1))
-        result = envelope(group.id.sample(key[1]), key[0], lease.actor, Version(0, version), reward)
-        status = self.ledger.accept(result, self.now)
-        if group.wants(key[1]) and before in ("leased", "requeued"):
-            assert status == "accepted"
-            self.completed += 1
-            self.sent[result.header.id] = result
-            self.state[key] = "assembling"
-            group.rewards[key[1]], group.winner[key[1]] = reward, key
-            if before == "leased":
-                lease.deadline_s = self.now + TIMEOUT_S
-            if group.complete:
-                self.completed_group(group)
-        else:
-            assert status == "duplicate"
-            if before == "leased":
-                self.end(key)
-
-    @precondition(lambda self: self.state)
-    @rule(data=st.data(), kind=st.sampled_from(FailureKind))
-    def fail(self, data: Source, kind: FailureKind) -> None:
-        key = choose(data, sorted(self.state))
-        lease, group, k = self.leases[key[0]], self.leases[key[0]].group, key[1]
-        wanted = group.wants(k)
-        sample = group.id.sample(k)
-        status = self.ledger.fail(lease.actor, key[0], sample, kind, "because", self.now)
-        if self.state[key] != "leased" or not wanted:
-            assert status == "duplicate"
-            if self.state[key] == "leased":
-                self.end(key)
-            return
-        assert status == "accepted"
-        if kind is FailureKind.INFRASTRUCTURE:
-            self.state[key] = "requeued"
-            return
-        lease.deadline_s = self.now + TIMEOUT_S
-        self.state[key] = "failed"
-        group.failures[k] += 1
-        if group.failures[k] == self.attempts:
-            group.given_up.add(k)
-            if self.drop or self.size - len(group.given_up) < 2:
-                group.status = "failed"
-                self.settle(group, "failed")
-            elif group.complete:
-                self.completed_group(group)
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), bad=st.sampled_from(("lease", "actor", "sample", "group")))
-    def stray_result(self, data: Source, bad: str) -> None:
-        number = choose(data, sorted(self.leases))
-        lease = self.leases[number]
-        sample = lease.group.id.sample(self.size if bad == "sample" else 0)
-        if bad == "group":
-            sample = sample._replace(source="other")
-        stray = envelope(
-            sample, 10**6 if bad == "lease" else number,
-            "nobody" if bad == "actor" else lease.actor, Version(0, 99), 0.0,
-        )  # fmt: skip
-        before = self.ledger.counts()
-        assert self.ledger.accept(stray, self.now) in ("unknown", "duplicate")
-        after = self.ledger.counts()
-        refused = ("unknown_results", "repeated_results")
-        assert sum(after[n] - before[n] for n in refused) == 1
-        assert {n: v for n, v in before.items() if n not in refused} == {
-            n: v for n, v in after.items() if n not in refused
-        }
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), tokens=st.integers(0, 5))
-    def progress(self, data: Source, tokens: int) -> None:
-        number = choose(data, sorted(self.leases))
-        lease = self.leases[number]
-        open_ = any(s == "leased" for (n, _), s in self.state.items() if n == number)
-        self.ledger.progress(lease.actor, {number: tokens}, self.now)
-        self.ledger.progress("nobody", {number: 99}, self.now)
-        if open_ and tokens > lease.tokens:
-            lease.tokens, lease.deadline_s = tokens, self.now + TIMEOUT_S
-
-    @rule(seconds=st.sampled_from((1.0, 4.0, 11.0)))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.ledger.expire(self.now)
-        for key, state in sorted(self.state.items()):
-            if state == "leased" and self.leases[key[0]].deadline_s <= self.now:
-                self.end(key)
-
-    @rule(actor=st.sampled_from(ACTORS))
-    def actor_dies(self, actor: str) -> None:
-        self.ledger.drop_actor(actor)
-        for key, state in sorted(self.state.items()):
-            if state == "leased" and self.leases[key[0]].actor == actor:
-                self.end(key)
-
-    @rule(actor=st.sampled_from(ACTORS), data=st.data())
-    def actor_applies(self, actor: str, data: Source) -> None:
-        low = self.applied[actor].version
-        self.applied[actor] = Version(0, choose(data, range(low, self.published + 1)))
-
-    @rule(ahead=st.integers(0, 2))
-    def assign(self, ahead: int) -> None:
-        batch = self.committed + 1 + ahead
-        if batch in self.assigned:
-            assert self.ledger.assign(batch) is self.ledger.assign(batch)
-            return
-        expected = self.expected_batch() if batch == self.next_batch else None
-        got = self.ledger.assign(batch)
-        if expected is None:
-            assert got is None
-            return
-        assert got is not None
-        ids = [g.id.sample(k) for g in expected for k in sorted(g.rewards)]
-        assert [h.id for h in got.manifest] == ids
-        assert sorted(i for part in got.parts for i in part) == list(range(len(ids)))
-        ranks = {i: rank for rank, part in enumerate(got.parts) for i in part}
-        for i, h in enumerate(got.manifest):
-            self.place[h.id] = (batch, ranks[i], self.position(self.groups[h.id.index]))
-        learner = (batch - 1) // self.n_pub
-        assert all(learner - h.version_min.version <= self.S for h in got.manifest)
-        for group in expected:
-            group.status = "assigned"
-            self.settle(group, "assigned")
-        self.assigned[batch] = expected
-        self.next_batch += 1
-
-    @precondition(lambda self: self.assigned)
-    @rule(data=st.data())
-    def commit(self, data: Source) -> None:
-        batch = self.committed + 1
-        groups = self.assigned.pop(batch)
-        ids = [g.id.sample(k) for g in groups for k in g.rewards]
-        dropped = [i for i in ids if choose(data, range(8)) == 0]
-        self.ledger.commit(batch, tuple(dropped))
-        self.ledger.commit(batch)  # a resend changes nothing
-        for group in groups:
-            group.status = "consumed"
-            for k, key in group.winner.items():
-                stale = group.id.sample(k) in dropped
-                self.state[key] = "dropped_stale" if stale else "trained"
-        self.trained += [i for i in ids if i not in dropped]
-        self.committed = batch
-        if batch % self.n_pub == 0:
-            self.published += 1
-            self.ledger.published(Version(0, self.published))
+class LedgerMachine(Events, RuleBasedStateMachine):
+    # --- many events -----------------------------------------------------------------------------
 
     @rule(seed=st.integers(0, 2**32), steps=st.integers(1, 80))
     def walk(self, seed: int, steps: int) -> None:
@@ -359,49 +31,38 @@ class LedgerMachine(RuleBasedStateMachine):
             self.event(rng)
             self.counts_are_the_models()
             self.positions_are_the_models()
+            self.nothing_is_trained_twice()
             self.what_retires_is_told_once()
             self.memory_is_bounded_by_what_is_open()
 
     def event(self, rng: random.Random) -> None:
-        what = rng.choices(
-            ("lease", "leased", "any", "group", "fail", "time", "dies", "applies", "all",
-             "assign", "commit", "late"),
-            (6, 9, 2, 3, 3, 2, 0.5, 4, 3, 6, 4, 4),
-        )[0]  # fmt: skip
-        leased = any(s == "leased" for s in self.state.values())
-        if what == "lease":
-            self.lease(rng.choice(ACTORS), rng.randrange(8))
-        elif what == "leased" and leased:
-            self.deliver_leased(rng, rng.choice((0.0, 1.0)), rng.randrange(1, 7))
-        elif what == "any" and self.state:
-            self.accept(rng.choice(sorted(self.state)[-40:]), rng, rng.choice((0.0, 1.0)))
-        elif what == "group" and leased:
-            self.deliver_group(rng, rng.random() < 0.3)
-        elif what == "fail" and self.state:
-            self.fail(rng, rng.choice(list(FailureKind)))
-        elif what == "time":
-            self.time_passes(rng.choice((1.0, 4.0, 11.0)))
-        elif what == "dies":
-            self.actor_dies(rng.choice(ACTORS))
-        elif what == "applies":
-            self.actor_applies(rng.choice(ACTORS), rng)
-        elif what == "all":
-            self.all_catch_up_and_lease()
-        elif what == "assign":
-            self.assign(rng.randrange(3))
-        elif what == "commit" and self.assigned:
-            self.commit(rng)
-        elif what == "late" and leased:
-            self.deliver_late(rng)
-
-    def deliver_late(self, rng: random.Random) -> None:
-        """A result of an expired lease, while another actor may be at the same sample."""
-        late = sorted(
-            key for key, state in self.state.items()
-            if state == "requeued" and self.leases[key[0]].group.wants(key[1])
-        )  # fmt: skip
-        if late:
-            self.accept(rng.choice(late), rng, rng.choice((0.0, 1.0)))
+        leased = bool(self.of_state("leased"))
+        reward = rng.choice((0.0, 1.0))
+        events = {
+            "lease": (4, True, lambda: self.lease(rng.choice(ACTORS), rng.randrange(8))),
+            "leased": (9, leased, lambda: self.deliver_leased(rng, reward, rng.randrange(1, 7))),
+            "any": (2, self.state, lambda: self.deliver(rng, reward)),
+            "group": (3, leased, lambda: self.deliver_group(rng, rng.random() < 0.3)),
+            "late": (4, self.late(), lambda: self.deliver_late(rng, reward)),
+            "fail": (1.5, self.state, lambda: self.fail(rng, rng.choice(list(FailureKind)))),
+            "time": (1.2, True, lambda: self.time_passes(rng.choice((1.0, 4.0, 11.0)))),
+            "dies": (0.4, True, lambda: self.actor_dies(rng.choice(ACTORS))),
+            "back": (0.4, True, lambda: self.actor_comes_back(rng.choice(ACTORS), rng)),
+            "applies": (3, True, lambda: self.actor_applies(rng.choice(ACTORS), rng)),
+            "all": (6, True, self.all_catch_up_and_lease),
+            "assign": (6, True, lambda: self.assign(rng.randrange(3))),
+            "again": (1, self.batches, lambda: self.serve_again(rng)),
+            "commit": (9, self.assigned(), lambda: self.commit(rng)),
+            "covered": (0.7, True, lambda: self.covered(rng)),
+            "rewind": (0.5, True, lambda: self.rewind(rng)),
+            "under way": (0.5, True, lambda: self.rewind_under_way(rng, rng.randrange(1, 6))),
+            "snapshot": (0.5, True, self.take_snapshot),
+            "crash": (0.5, True, self.crash),
+        }
+        possible = [name for name, (_, can, _) in events.items() if can]
+        what = rng.choices(possible, [events[name][0] for name in possible])[0]
+        events[what][2]()
+        self.steps[what] += 1
 
     # --- what always holds ---------------------------------------------------------------------
 
@@ -410,15 +71,18 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         assert self.ledger.conserved()
+        assert (self.ledger.version, self.ledger.committed) == (self.version, self.committed)
         counts, states = self.ledger.counts(), Counter(self.state.values())
         assert counts["dispatched"] == len(self.state)
         assert {s: counts[s] for s in HELD + ENDED} == {s: states[s] for s in HELD + ENDED}
         assert counts["held"] == sum(states[s] for s in HELD)
         assert counts["dispatched"] == counts["held"] + sum(counts[s] for s in ENDED)
         assert counts["completed"] == self.completed
+        assert counts["replayed"] == self.replayed
         by_status = Counter(g.status for g in self.groups)
         assert counts["groups_filtered"] == by_status["filtered"]
         assert counts["groups_failed"] == by_status["failed"]
+        assert counts["groups_trained"] == len({i.group for i in self.trained()})
 
     @invariant()
     def positions_are_the_models(self) -> None:
@@ -429,28 +93,50 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_trained_twice(self) -> None:
+        """One result of a sample counts, in one committed batch of what became of the run."""
         if hasattr(self, "ledger"):
-            assert len(set(self.trained)) == len(self.trained)
+            trained = self.trained()
+            assert len(set(trained)) == len(trained)
+            assert all(self.place[i][0] <= self.committed for i in trained)
 
     @invariant()
     def what_retires_is_told_once(self) -> None:
+        """Once a lineage: a batch that is trained again tells again, with the new incarnation."""
         if not hasattr(self, "ledger"):
             return
+        groups = {g.id: g for g in self.groups}
         for gone in self.ledger.take_retired():
             sample = gone.envelope.header.id
             assert sample not in self.retired
             assert gone.envelope is self.sent[sample]
-            group = self.groups[sample.index]
+            assert gone.incarnation == self.version.incarnation
             self.retired[sample] = gone
-            assert gone.outcome == self.state[group.winner[sample.sample]]
+            assert gone.outcome == self.state[groups[sample.group].winner[sample.sample]]
             if gone.outcome in ("trained", "dropped_stale"):
                 batch, rank, position = self.place[sample]
                 assert (gone.batch, gone.rank, gone.position) == (batch, rank, position)
-                assert gone.version == (batch - 1) // self.n_pub
+                assert gone.version == self.learner_version(batch)
             else:
                 assert (gone.batch, gone.rank, gone.position, gone.version) == (None,) * 4
-        closed = ("consumed", "filtered", "failed")
+        closed = ("kept", "gone", "filtered", "failed")
         assert len(self.retired) == sum(len(g.winner) for g in self.groups if g.status in closed)
+
+    @invariant()
+    def memory_is_bounded_by_what_is_open(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        dispatches: set[Key] = set(self.of_state("leased"))
+        leases = {lease for lease, _ in dispatches}
+        for key in self.state:
+            group = self.leases[key[0]].group
+            if group.status in ("live", "assigned") and not group.reopened:
+                dispatches.add(key)
+                leases.add(key[0])
+        reopened = [g for g in self.groups if g.status == "assigned" and g.reopened]
+        dispatches |= {key for g in reopened for key in g.winner.values()}
+        assert self.ledger.records() == len(dispatches) + len(leases)
+        held = sum(self.sent[i].nbytes for i in self.held_samples())
+        assert self.ledger.gauges(self.now)["queue/bytes"] == held
 
     def teardown(self) -> None:
         """At the end of the run what is left is told as held; then every result was told once."""
@@ -466,19 +152,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(self.retired) == set(self.sent)
         assert len(self.sent) == self.completed
 
-    @invariant()
-    def memory_is_bounded_by_what_is_open(self) -> None:
-        if not hasattr(self, "ledger"):
-            return
-        kept = {
-            key for key, state in self.state.items()
-            if state == "leased" or self.leases[key[0]].group.status in ("live", "assigned")
-        }  # fmt: skip
-        assert self.ledger.records() == len(kept) + len({lease for lease, _ in kept})
-        open_ = [g for g in self.groups if g.status in ("live", "assigned")]
-        held = sum(6 * (k + 1) for g in open_ for k in g.rewards)
-        assert self.ledger.gauges(self.now)["queue/bytes"] == held
-
 
 TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(
@@ -489,12 +162,29 @@ TestLedgerMachine.settings = settings(
 )
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_long_walks(seed: int) -> None:
+def long_walk(seed: int, events: int = 450) -> LedgerMachine:
     """Far into a run: hundreds of events, most of them of actors and a learner that go on."""
     machine, rng = LedgerMachine(), random.Random(seed)
-    machine.start(rng, prompts=rng.choice((40, 10_000)))
-    for _ in range(3):
-        machine.walk(rng.randrange(2**32), 150)
+    machine.start(rng, prompts=rng.choice((60, 10_000, 10_000)))
+    machine.walk(rng.randrange(2**32), events)
     assert machine.state
     machine.teardown()
+    return machine
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_long_walks(seed: int) -> None:
+    long_walk(seed)
+
+
+@pytest.mark.soak
+def test_soak() -> None:
+    steps, seen = Counter[str](), Counter[str]()
+    runs = 0
+    while steps.total() < SOAK_STEPS:
+        machine = long_walk(1000 + runs, events=700)
+        steps, seen, runs = steps + machine.steps, seen + machine.seen, runs + 1
+    print(f"{steps.total()} steps in {runs} runs: {dict(steps)}; {dict(seen)}")
+    assert steps.total() >= SOAK_STEPS
+    assert min(steps[what] for what in ("crash", "rewind", "covered", "late", "commit")) > 500
+    assert min(seen.values()) > 50

@@ -9,7 +9,9 @@ from tests.helpers.metric_names import documented, undocumented
 
 
 def test_the_page_has_exactly_the_buffers_metrics() -> None:
-    ledger = small_ledger(groups_per_batch=1)
+    ledger = small_ledger(
+        groups_per_batch=1, replay_groups=1, max_bytes=10**6, sample_bytes=4096
+    )  # fmt: skip
     first, second = ledger.lease("a", Version(0, 0), 4, now=0)
     for lease, samples in ((first, (0, 1)), (second, (0,))):
         for k in samples:

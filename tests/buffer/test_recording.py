@@ -25,7 +25,7 @@ from asyncrl import wire
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.trajectories import TrajectoryWriter
 from asyncrl.errors import DataError
-from asyncrl.recording import Recorded, Retired, decode_sample, encode_sample, read_recording
+from asyncrl.recording import INDEX, Recorded, Retired, decode_sample, encode_sample, read_recording
 from asyncrl.types import BatchPart, FailureKind, Lease, SampleId, Trajectory, Version
 from tests.buffer.conftest import small_ledger
 from tests.buffer.peers import V0, Serve, actor, learner
@@ -199,9 +199,9 @@ def test_a_sample_on_disk_is_its_push_with_lengths() -> None:
         size = int.from_bytes(data[at : at + 4], "little")
         frames.append(data[at + 4 : at + 4 + size])
         at += 4 + size
-    message, arrays = wire.decode(frames)
+    message, payloads = wire.decode(frames)
     assert message == wire.Push(req=0, header=sample.envelope.header)
-    assert [bytes(f) for f in arrays] == [bytes(f) for f in sample.envelope.frames]
+    assert payloads == (sample.envelope.payload,)
     assert decode_sample(data).header == sample.envelope.header
     for bad in (data[:-1], data + b"\0", b"", b"\xff" * 100):
         with pytest.raises(wire.WireError):
@@ -480,3 +480,19 @@ def test_a_killed_process_leaves_a_recording_that_can_be_read(tmp_path: Path) ->
     for r in recorded:
         sent = Lease(r.entry.lease, r.entry.id.group, (0,), V0, 60.0, next(prompts(1))[1])
         assert same_arrays(r.envelope(), trajectory(sent, 0, "actor-0"))
+
+
+def test_a_writer_goes_on_with_what_its_predecessor_left(tmp_path: Path) -> None:
+    folder, samples = tmp_path / "t", retired(8)
+    before = TrajectoryWriter(folder, max_bytes=PLENTY)
+    before.put(samples[:5])
+    before.close()
+    index = folder / INDEX
+    index.write_bytes(index.read_bytes() + b'{"id": torn')
+    after = TrajectoryWriter(folder, max_bytes=PLENTY, resume=True)
+    after.put(samples[3:])
+    after.close()
+    assert ids(list(read_recording(folder))) == [s.envelope.header.id for s in samples]
+    metrics = after.metrics()
+    assert (metrics["record/samples"], metrics["record/unrecorded"]) == (8, 0)
+    assert metrics["record/bytes"] == sum(p.stat().st_size for p in folder.iterdir())

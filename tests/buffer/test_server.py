@@ -21,7 +21,14 @@ import zmq
 from asyncrl import wire
 from asyncrl.buffer.client import AsyncBufferClient, BufferClient
 from asyncrl.errors import ConfigError, DeadlineError, LedgerError, WireError
-from asyncrl.types import BatchPart, FailureKind, SampleId, Trajectory, Version
+from asyncrl.types import (
+    SAMPLE_OVERHEAD,
+    BatchPart,
+    FailureKind,
+    SampleId,
+    Trajectory,
+    Version,
+)
 from tests.buffer.conftest import Running
 from tests.buffer.peers import V0, Serve, actor, learner, produce, raw
 from tests.buffer.samples import prompts, same_arrays, trajectory
@@ -237,7 +244,7 @@ GOOD = wire.encode(wire.StatsRequest(req=5))[0]
         ([msgspec.msgpack.encode({"type": "pull", "req": 8, "rank": "x"})], "malformed header", 8),
         ([msgspec.msgpack.encode({"type": "nonsense", "req": 9})], "malformed header", 9),
         ([msgspec.msgpack.encode({"type": "stats_request", "schema": 99, "req": 4})], "schema", 4),
-        ([GOOD, b"stray"], "has 1 array frames, expected 0", 5),
+        ([GOOD, b"stray"], "has 1 payloads, expected 0", 5),
         ([b"\x91" * 100_000], "malformed header", 0),
     ],
     ids=["empty", "not msgpack", "no map", "wrong type", "unknown", "schema", "frames", "deep"],
@@ -504,3 +511,27 @@ def test_a_reply_that_came_too_late_is_not_taken_for_the_next(serve: Serve) -> N
         reply = client.pull(1, wait_s=0.4)  # the first pull's NotYet arrives meanwhile
         assert isinstance(reply, wire.NotYet)
         assert time.monotonic() - began < 30
+
+
+def test_a_commit_asks_for_a_checkpoint_when_kept_batches_take_the_room(serve: Serve) -> None:
+    batch = 2 * 2 * (SAMPLE_OVERHEAD + 1000)
+    server = serve(
+        retain=True, max_staleness=9, max_bytes=2 * batch, sample_bytes=SAMPLE_OVERHEAD + 1000
+    )
+    sent: dict[SampleId, Trajectory] = {}
+
+    async def scenario() -> list[bool]:
+        asked = []
+        async with actor(server) as client:
+            with learner(server) as rank0:
+                for batch in range(1, 4):
+                    await produce(client, 4, sent)
+                    assert isinstance(rank0.pull(batch, wait_s=20), BatchPart)
+                    asked.append(rank0.commit(batch))
+                rank0.covered(3)
+                await produce(client, 4, sent)
+                assert isinstance(rank0.pull(4, wait_s=20), BatchPart)
+                asked.append(rank0.commit(4))
+        return asked
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 60)) == [False, True, True, False]

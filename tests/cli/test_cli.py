@@ -204,7 +204,7 @@ def test_dry_run_shows_named_gpus(
 def test_dry_run_cannot_know_the_nodes_of_a_cluster(
     model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    address = ("cluster.address=10.0.0.1:6379", "cluster.device=cpu")
+    address = ("cluster.address=10.0.0.1:6379", "cluster.device=cpu", "security.curve=true")
     assert dry_run(model, *address) == 0
     out = capfd.readouterr().out.splitlines()
     assert out[-1].strip() == "known at the start, when 10.0.0.1:6379 is asked: the nodes (packed)"

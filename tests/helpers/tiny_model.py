@@ -135,4 +135,5 @@ def make_part(batch: Sequence[Trajectory], rank: int = 0, world: int = 1, k: int
         manifest=tuple(t.header for t in batch),
         mine=mine,
         envelopes=tuple(pack_trajectory(batch[i]) for i in mine),
+        fresh=len(batch),
     )

@@ -121,7 +121,7 @@ def test_the_page_has_every_metric_of_the_learner() -> None:
     worker._train(make_part(batch))
     names = set(fake.records[0])
     of_headers, hist = manifest_metrics([t.header for t in batch], Version(0, 1), 1)
-    table = np.array([[-1.0, -1.1, 2.0, 0, 1], [-2.0, -1.0, 2.0, 3, 0]], np.float32)
+    table = np.array([[-1.0, -1.1, 2.0, 0, 1, 0], [-2.0, -1.0, 2.0, 3, 0, 0]], np.float32)
     of_tokens, token_hist = token_metrics(table, 2.0)
     names |= of_headers.keys() | of_tokens.keys()
     names |= {f"{name}/mean" for name in hist | token_hist}  # a histogram has its statistics too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,12 @@ def capture(
     rank: int = 0,
     world: int = 1,
     version: Version = Version(0, 0),  # noqa: B008
+    fresh: int | None = None,
 ) -> Captured:
-    """Train `batch` once and return the gradient of the last optimizer step."""
+    """Train `batch` once and return the gradient of the last optimizer step.
+
+    Samples from the one numbered `fresh` on are replayed ones.
+    """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     trainer = Trainer(config, model, rank=rank, world=world, device="cpu")
     apply = step_module.apply_gradient
@@ -64,7 +68,9 @@ def capture(
 
     step_module.apply_gradient = spy
     try:
-        result = trainer.train(make_part(batch, rank, world), version)
+        part = make_part(batch, rank, world)
+        part = replace(part, fresh=len(batch) if fresh is None else fresh)
+        result = trainer.train(part, version)
         for name, value in trainer.full_parameters(torch.float32):
             arrays[f"param/{name}"] = value.numpy().copy()
     finally:

@@ -159,3 +159,22 @@ def test_all_roles_in_one_process(start):
     reconcile(run, 4, 32)
     assert run.summary()["eval"]["4"]["prompts"] == 32
     run.nothing_left()
+
+
+@pytest.mark.parametrize("durability", ["process"])
+def test_a_killed_buffer_goes_on_where_it_was(start, durability):
+    run = start("--actors", "2", f"buffer.durability={durability}", "run.steps=16")
+    for step in (3, 8):
+        run.wait_for_step(step)
+        buffers = [p for p in processes_of(run.run_id()) if p.name() == "buffer-0"]
+        assert len(buffers) == 1
+        buffers[0].kill()
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert (summary["ended"], summary["steps"]) == ("finished", 16)
+    check_law(summary)
+    reconcile(run, 16, 32)
+    check_recording(run, summary)
+    assert [e["event"] for e in run.events()].count("buffer_restarted") == 2
+    assert "buffer-0 is back" in run.output
+    run.nothing_left()

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sizes import buffer_limit, sample_bytes
 from asyncrl.errors import AsyncRLError
 from asyncrl.roles import RoleSettings, end_with, name_process
 from asyncrl.types import Version
@@ -50,35 +51,43 @@ class BufferRole:
     def start(self) -> str:
         """Bind; the endpoint."""
         from asyncrl import tasks
-        from asyncrl.buffer.ledger import Ledger
+        from asyncrl.buffer.durable import open_ledger
         from asyncrl.buffer.server import BufferServer
         from asyncrl.hub import HubClient
         from asyncrl.pulse import Pulse
         from asyncrl.waits import Waits
 
         c, s = self._config, self._settings
-        ledger = Ledger(
+        limit = buffer_limit(c)
+        record = c.record.trajectories
+        ledger, keeper = open_ledger(
+            os.path.join(s.run_dir, "buffer"), durability=c.buffer.durability, run_id=s.run_id,
+            memory_bytes=int(c.buffer.memory_gib * 2**30),
+            store_bytes=int(c.buffer.store_gib * 2**30), recorded=record,
             prompts=tasks.make_prompts(c), group_size=c.rollout.group_size,
             groups_per_batch=c.groups_per_batch,
             batches_per_publication=c.learner.batches_per_publication,
             max_staleness=c.buffer.max_staleness, window=c.buffer.window,
             ranks=c.cluster.learners, lease_timeout_s=c.rollout.lease_timeout_s,
-            max_attempts=c.rollout.max_attempts,
+            max_attempts=c.rollout.max_attempts, quarantine_after=c.rollout.quarantine_after,
             failed_member=c.rollout.failed_member,
             filter_zero_variance=c.buffer.filter_zero_variance,
             max_filtered_in_a_row=c.buffer.max_filtered_in_a_row,
-            prompts_end=tasks.prompts_end(c),
+            prompts_end=tasks.prompts_end(c), max_bytes=limit.bytes, bytes_setting=limit.setting,
+            sample_bytes=sample_bytes(c), replay_groups=c.replay_groups,
+            replay_max_staleness=c.replay.max_staleness, replay_by=c.replay.by, seed=c.run.seed,
         )  # fmt: skip
-        hub = HubClient(s.hub_endpoint, "buffer")
+        hub = HubClient(s.hub_endpoint, "buffer", keys=s.keys)
+        self._server = BufferServer(
+            ledger, run_id=s.run_id, host=s.host, port=s.port, keeper=keeper, keys=s.keys,
+            emit=hub.emit, silent_after_s=c.cluster.silent_after_s, recording=self._recording(),
+        )  # fmt: skip
+        endpoint = self._loop.run_until_complete(self._server.start())
         self._pulse = Pulse(
             hub, waits=Waits(s.name, c.log.wait_warn_s), children=False,
-            position=lambda: (ledger.committed, ledger.version),
+            position=lambda: (ledger.committed, ledger.version), metrics=[self._server.metrics],
         )  # fmt: skip
-        self._server = BufferServer(
-            ledger, run_id=s.run_id, host=s.host, emit=hub.emit,
-            silent_after_s=c.cluster.silent_after_s, recording=self._recording(),
-        )  # fmt: skip
-        return self._loop.run_until_complete(self._server.start())
+        return endpoint
 
     def _recording(self) -> TrajectoryWriter | None:
         from asyncrl.buffer.trajectories import TrajectoryWriter
@@ -87,7 +96,9 @@ class BufferRole:
         if not record.trajectories:
             return None
         folder = os.path.join(self._settings.run_dir, "trajectories")
-        return TrajectoryWriter(folder, max_bytes=int(record.max_gib * 2**30))
+        return TrajectoryWriter(
+            folder, max_bytes=int(record.max_gib * 2**30), resume=self._settings.port != 0
+        )
 
     def run(self) -> None:
         """Serve until this process is ended."""

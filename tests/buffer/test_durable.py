@@ -1,0 +1,222 @@
+"""A buffer that is stopped and started again on what it stored, with its clients connected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import wire
+from asyncrl.buffer.client import AsyncBufferClient, BufferClient
+from asyncrl.buffer.durable import Durability, Durable, open_ledger
+from asyncrl.buffer.trajectories import TrajectoryWriter
+from asyncrl.errors import StoreError
+from asyncrl.recording import read_recording
+from asyncrl.types import BatchPart, SampleId, Trajectory, Version
+from tests.buffer.conftest import Running
+from tests.buffer.peers import V0, produce
+from tests.buffer.samples import prompts, same_arrays, trajectory
+
+SETTINGS: dict[str, Any] = {
+    "group_size": 2, "groups_per_batch": 2, "max_staleness": 9, "lease_timeout_s": 60.0,
+}  # fmt: skip
+
+
+class Buffer:
+    """A buffer through several processes' worth of servers, all on the same port."""
+
+    def __init__(self, folder: Path, durability: Durability, **options: Any) -> None:
+        self.folder, self.durability, self.options = folder, durability, options
+        self.running: Running | None = None
+        self.port = 0
+        self.start()
+
+    def start(self) -> Running:
+        recording = TrajectoryWriter(
+            self.folder / "trajectories", max_bytes=1 << 30, resume=self.port != 0
+        )
+        ledger, self.keeper = open_ledger(
+            self.folder / "buffer", durability=self.durability, run_id="r", prompts=prompts(),
+            memory_bytes=self.options.get("memory_bytes", 1 << 30), store_bytes=1 << 28,
+            recorded=True, **SETTINGS,
+        )  # fmt: skip
+        self.running = Running(ledger, port=self.port, keeper=self.keeper, recording=recording)
+        self.port = int(self.running.endpoint.rpartition(":")[2])
+        return self.running
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def restart(self) -> None:
+        self.close()
+        self.start()
+
+    def close(self) -> None:
+        if self.running is not None:
+            self.running.close()
+            error, self.running = self.running.error, None
+            assert error is None
+
+
+@asynccontextmanager
+async def actor_of(server: Buffer) -> AsyncIterator[AsyncBufferClient]:
+    client = AsyncBufferClient(server.endpoint, "r", "actor", 0, resend_s=0.2)
+    try:
+        await client.hello()
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def learner_of(server: Buffer) -> Iterator[BufferClient]:
+    client = BufferClient(server.endpoint, "r", "learner", 0, resend_s=0.2)
+    try:
+        client.hello()
+        yield client
+    finally:
+        client.close()
+
+
+def within(seconds: float, scenario: Callable[[AsyncExitStack], Coroutine[Any, Any, None]]) -> None:
+    """Run it; what it entered is closed whatever happens."""
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            await asyncio.wait_for(scenario(stack), seconds)
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Iterator[Callable[..., Buffer]]:
+    made: list[Buffer] = []
+
+    def make(durability: Durability = "process", **options: Any) -> Buffer:
+        made.append(Buffer(tmp_path, durability, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("durability", ["process", "disk"])
+def test_what_was_acknowledged_is_there_after_a_restart(
+    buffer: Callable[..., Buffer], durability: Durability
+) -> None:
+    server = buffer(durability)
+    sent: dict[SampleId, Trajectory] = {}
+    trained: list[SampleId] = []
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        actor = await stack.enter_async_context(actor_of(server))
+        rank = stack.enter_context(learner_of(server))
+        for batch in range(1, 7):
+            assert set(await produce(actor, 4, sent)) == {"accepted"}
+            if batch % 2:
+                await asyncio.to_thread(server.restart)
+            part = await asyncio.to_thread(rank.pull, batch, 20)
+            assert isinstance(part, BatchPart)
+            assert all(same_arrays(e, sent[e.header.id]) for e in part.envelopes)
+            if batch % 3 == 0:
+                await asyncio.to_thread(server.restart)
+                again = await asyncio.to_thread(rank.pull, batch, 20)
+                assert isinstance(again, BatchPart)
+                assert (again.manifest, again.mine) == (part.manifest, part.mine)
+                assert all(same_arrays(e, sent[e.header.id]) for e in again.envelopes)
+            await asyncio.to_thread(rank.commit, batch)
+            await asyncio.to_thread(rank.published, Version(0, batch))
+            trained.extend(e.header.id for e in part.envelopes)
+        stats = await asyncio.to_thread(rank.stats)
+        assert stats.conserved
+        assert (stats.counts["trained"], stats.counts["held"]) == (24, 0)
+        assert actor.resent > 0
+
+    within(120, scenario)
+    server.close()
+    assert sorted(trained) == sorted(sent)
+    recorded = [r.entry.id for r in read_recording(server.folder / "trajectories")]
+    assert sorted(recorded) == sorted(sent), "recorded once each"
+
+
+def test_leases_whose_answer_was_lost_are_free_again(buffer: Callable[..., Buffer]) -> None:
+    server = buffer()
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        actor = await stack.enter_async_context(actor_of(server))
+        held = await actor.lease("actor-0", V0, 2, wait_s=0)
+        # Leases that the ledger granted and the client never heard of.
+        server.close()
+        ledger, keeper = open_ledger(
+            server.folder / "buffer", durability="process", run_id="r", prompts=prompts(),
+            memory_bytes=1 << 30, store_bytes=1 << 28, **SETTINGS,
+        )  # fmt: skip
+        lost = ledger.lease("actor-0", V0, 4, 0.0)
+        keeper.settle(recorded=True)
+        keeper.close()
+        server.start()
+        again = await actor.lease("actor-0", V0, 4, wait_s=5)
+        wanted = {(x.group, k) for x in lost for k in x.samples}
+        assert {(x.group, k) for x in again.leases for k in x.samples} == wanted
+        work = [trajectory(x, k, "actor-0") for x in held.leases for k in x.samples]
+        assert {await actor.push(wire.pack_trajectory(t)) for t in work} == {"accepted"}
+
+    within(60, scenario)
+
+
+def test_a_stop_survives(buffer: Callable[..., Buffer]) -> None:
+    server = buffer()
+    with learner_of(server) as rank:
+        rank.stop("enough", evaluate=True)
+        server.restart()
+        reply = rank.pull(1, wait_s=5)
+        assert isinstance(reply, wire.Stopped)
+        assert reply.reason == "enough"
+
+
+def test_a_snapshot_shortens_the_journal(
+    buffer: Callable[..., Buffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.buffer.durable.SNAPSHOT_ENTRIES", 10)
+    server = buffer(memory_bytes=1)  # everything is spilled, too
+    sent: dict[SampleId, Trajectory] = {}
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        actor = await stack.enter_async_context(actor_of(server))
+        rank = stack.enter_context(learner_of(server))
+        for batch in range(1, 9):
+            await produce(actor, 4, sent)
+            part = await asyncio.to_thread(rank.pull, batch, 20)
+            assert isinstance(part, BatchPart)
+            assert all(same_arrays(e, sent[e.header.id]) for e in part.envelopes)
+            await asyncio.to_thread(rank.commit, batch)
+            await asyncio.to_thread(rank.published, Version(0, batch))
+            if batch % 4 == 0:
+                await asyncio.to_thread(server.restart)
+        stats = await asyncio.to_thread(rank.stats)
+        assert stats.conserved
+        assert stats.counts["trained"] == 32
+        assert stats.gauges["store/journal"] < 40
+        assert isinstance(server.keeper, Durable)
+
+    within(60, scenario)
+
+
+def test_another_runs_store_is_refused(tmp_path: Path) -> None:
+    def opened(run_id: str) -> Any:
+        return open_ledger(
+            tmp_path, durability="process", run_id=run_id, prompts=prompts(),
+            memory_bytes=1 << 30, store_bytes=1 << 28, **SETTINGS,
+        )  # fmt: skip
+
+    _, keeper = opened("one")
+    keeper.close()
+    with pytest.raises(StoreError, match="belongs to run 'one'"):
+        opened("two")
+    opened("one")[1].close()
