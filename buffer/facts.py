@@ -77,8 +77,8 @@ class Facts:
 
         completed: results ever accepted. Not in the law: groups_{trained,filtered,failed},
         unknown_results (no such dispatch), repeated_results (the dispatch had its outcome),
-        protocol_errors (results refused for what they say; these three since the process began), replayed (samples trained again) and
-        replay_dropped_stale (over the bound of replay).
+        protocol_errors (results refused for what they say), all three since the process began;
+        replayed (samples trained again) and replay_dropped_stale (over the bound of replay).
         """
         totals = self._books.totals + self._books.refused
         names = ["completed", "groups_trained", "groups_filtered", "groups_failed"]
