@@ -123,6 +123,7 @@ def open_ledger(
     memory_bytes: int,
     store_bytes: int,
     recorded: bool = False,
+    goes_on: bool = False,
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> tuple[Ledger, Keeper]:
@@ -134,16 +135,19 @@ def open_ledger(
         memory_bytes: payloads beyond it are in the store only.
         store_bytes: most bytes on disk.
         recorded: whether samples that retire are recorded.
+        goes_on: whether a former process has served from the store, which must be there then.
         settings: of the ledger.
 
     Raises:
-        StoreError: the store is another run's, damaged, in use, or cannot be written.
+        StoreError: the store is gone, another run's, damaged, in use, or cannot be written.
         LedgerError: what it holds does not fit together.
         ConfigError: a setting out of range, or one that differs from the former process's.
     """
     if durability == "none":
         return Ledger(prompts=prompts, **settings), Keeper()
-    store = Store.open(folder, run_id=run_id, sync=durability == "disk", max_bytes=store_bytes)
+    store = Store.open(
+        folder, run_id=run_id, sync=durability == "disk", max_bytes=store_bytes, goes_on=goes_on
+    )
     try:
         shelf = Shelf(store, memory_bytes)
         return _recovered(store, shelf, prompts, recorded, clock(), settings)

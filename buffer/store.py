@@ -75,8 +75,9 @@ class Store:
 
     @classmethod
     def open(
-        cls, folder: str | os.PathLike[str], *, run_id: str, sync: bool, max_bytes: int
-    ) -> Store:
+        cls, folder: str | os.PathLike[str], *, run_id: str, sync: bool, max_bytes: int,
+        goes_on: bool = False,
+    ) -> Store:  # fmt: skip
         """Open the store in `folder`, or make one; it is locked until `close` or death.
 
         Args:
@@ -84,16 +85,17 @@ class Store:
             run_id: the run that the store belongs to.
             sync: whether `commit` waits for the disk.
             max_bytes: what the file may grow to (`buffer.store_gib`).
+            goes_on: whether a former process has had it: one that is not there is an error then.
 
         Raises:
-            StoreError: the store is corrupt, another run's, of a newer format, or open in another
+            StoreError: the store is gone, corrupt, another run's, of a newer format, or open in another
                 process (nothing is changed), or the folder cannot be written to.
         """
         path = Path(folder)
         lock = lock_folder(path)
         env: lmdb.Environment | None = None
         try:
-            check_file(path)
+            check_file(path, goes_on=goes_on)
             env = lmdb.open(
                 str(path),
                 map_size=max(MIN_MAP_BYTES, -(-max_bytes // 65536) * 65536),  # whole pages

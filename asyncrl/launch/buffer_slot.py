@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import RoleDiedError
+from asyncrl.errors import DeadlineError, RoleDiedError
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.processes.role_main import RoleSpec
 
@@ -53,6 +53,7 @@ class BufferSlot:
     def bind(self) -> None:
         """Let it take its port, and what its store holds."""
         self.state, self.ref = "starting", self.host.call.remote("start")
+        self._until = time.monotonic() + self._config.cluster.ready_timeout_s
 
     def serve(self, endpoint: str) -> None:
         """It is bound: let it answer."""
@@ -100,8 +101,18 @@ class BufferSlot:
         return f"{why}; restarting"
 
     def tick(self) -> None:
-        """Restart it when its back-off is over."""
-        if self.state == "backoff" and time.monotonic() >= self._until:
-            self.restarts += 1
-            self.start()
-            self.bind()
+        """Restart it when its back-off is over.
+
+        Raises:
+            DeadlineError: a restarted one is not back in time.
+        """
+        if self.state == "serving" or time.monotonic() < self._until:
+            return
+        if self.state == "starting":
+            raise DeadlineError(
+                f"{NAME} was not back within cluster.ready_timeout_s="
+                f"{self._config.cluster.ready_timeout_s:.0f}; see {self._log}"
+            )
+        self.restarts += 1
+        self.start()
+        self.bind()

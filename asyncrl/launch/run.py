@@ -51,6 +51,7 @@ class Run:
         self._done: set[str] = set()
         self._training = False
         self._stopping_since: float | None = None
+        self._told_to_stop = False
         self._looked = 0.0
 
     def go(self) -> int:
@@ -134,7 +135,8 @@ class Run:
 
     def over(self) -> bool:
         """Whether nothing is left to wait for."""
-        return self._done.issuperset(self.crew.learners) and self.crew.fleet.over
+        done = self._done.issuperset(self.crew.learners) and self.crew.fleet.over
+        return done and self.crew.buffer.state == "serving"  # it has the last counts
 
     def actor_ended(self, slot: Slot, ref: Any) -> None:
         """A call of an actor has ended, well or not."""
@@ -204,9 +206,11 @@ class Run:
             self._stopping_since = time.monotonic()
             self.desk.phase("stopping: Ctrl-C again kills at once")
             self.ended = INTERRUPTED
-            if self.crew.client is not None:
-                with suppress(AsyncRLError):  # a buffer that is gone ends nothing in order
-                    self.crew.client.stop(INTERRUPTED)
+        serving = self.crew.buffer.state == "serving"
+        if serving and not self._told_to_stop and self.crew.client is not None:
+            with suppress(AsyncRLError):  # it may be down: the next look asks again
+                self.crew.client.stop(INTERRUPTED)
+                self._told_to_stop = True
         if time.monotonic() - self._stopping_since > DRAIN_S:
             self.desk.view.say("killed: what had not ended in time")
             return True

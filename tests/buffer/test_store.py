@@ -254,6 +254,17 @@ def test_sync_is_lmdbs(folder: Path, sync: bool) -> None:
 # Refusals
 
 
+@pytest.mark.parametrize("lose", [Path.unlink, lambda file: os.truncate(file, 0)])
+def test_a_store_that_is_gone_is_not_made_anew_for_who_goes_on(
+    folder: Path, lose: Callable[[Path], None]
+) -> None:
+    filled(folder)
+    lose(folder / "data.mdb")
+    with pytest.raises(StoreError, match=r"data\.mdb is missing or empty") as e:
+        Store.open(folder, run_id="r", sync=False, max_bytes=MIB, goes_on=True)
+    assert str(folder) in str(e.value)
+
+
 def test_another_runs_store_is_not_touched(folder: Path) -> None:
     held = filled(folder)
     refusal(folder, "belongs to run 'r', this one is 'other'", run_id="other")

@@ -35,6 +35,14 @@ def test_keys_are_made_once_and_said_to_cover_what_they_cover(
     assert load_keys(tmp_path / "mine", client_only=False) == keys
 
 
+def test_keys_without_a_folder_do_not_land_in_the_current_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", ""]) == 2
+    assert "FOLDER is empty: name a path" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

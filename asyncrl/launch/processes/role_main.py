@@ -64,6 +64,7 @@ class BufferRole:
             os.path.join(s.run_dir, "buffer"), durability=c.buffer.durability, run_id=s.run_id,
             memory_bytes=int(c.buffer.memory_gib * 2**30),
             store_bytes=int(c.buffer.store_gib * 2**30), recorded=record,
+            goes_on=s.port != 0,
             prompts=tasks.make_prompts(c), group_size=c.rollout.group_size,
             groups_per_batch=c.groups_per_batch,
             batches_per_publication=c.learner.batches_per_publication,
