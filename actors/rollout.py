@@ -168,7 +168,8 @@ class RolloutLoop:
         """Registered only when there is room: without, nothing is missing."""
         if not room:
             return nullcontext()
-        return self.waits.on(f"leases for {room} samples", owner="buffer-0: admission or prompts")
+        owner = "buffer-0: admission, bytes or prompts"
+        return self.waits.on(f"leases for {room} samples", owner=owner)
 
     def _start(self, lease: Lease) -> None:
         self._progress[lease.lease] = _Progress(open=len(lease.samples))

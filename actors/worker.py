@@ -21,7 +21,7 @@ from asyncrl.actors.meter import ActorMeter
 from asyncrl.actors.rewards import InlineReward, RewardWorker
 from asyncrl.actors.rollout import RolloutLoop
 from asyncrl.actors.tokens import encode_prompt
-from asyncrl.buffer.client import AsyncBufferClient
+from asyncrl.buffer.client import AsyncBufferClient, patience_s
 from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineError, EngineError
 from asyncrl.hub import HubClient
@@ -98,7 +98,10 @@ class ActorWorker:
             EngineError, DeadlineError: the engine, the buffer or a version is missing.
         """
         s = self.settings
-        self.client = AsyncBufferClient(buffer, s.run_id, "actor", s.rank, keys=s.keys)
+        self.client = AsyncBufferClient(
+            buffer, s.run_id, "actor", s.rank, timeout_s=patience_s(self.config),
+            keys=s.keys,
+        )  # fmt: skip
         self.loop = RolloutLoop(
             self.config, name=s.name, engine=self.engine, client=self.client,
             reward=self.reward, encode=self.encode, shares=self.shares, ids=self.ids,

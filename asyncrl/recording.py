@@ -132,8 +132,9 @@ def read_recording(folder: str | os.PathLike[str]) -> Iterator[Recorded]:
     """The samples of a run's `trajectories/`, in the order in which they retired.
 
     A sample whose batch was trained again, after the learner's restart, comes again, with the
-    later incarnation. A torn last line is left out, and so are samples whose frames are not there
-    whole. A recording that is still being written may be read.
+    later incarnation; so does one that was "held" when a buffer ended whose successor went on. The
+    last line of a sample counts. A torn last line is left out, and so are samples whose frames are
+    not there whole. A recording that is still being written may be read.
 
     Raises:
         DataError: there is no index, or one of its whole lines is malformed.

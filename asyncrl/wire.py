@@ -118,11 +118,13 @@ def _schema_hint(header: Frame) -> str:
 
 
 def check_payload(header: SampleHeader, payload: Frame) -> None:
-    """Check the byte length of a sample's payload against its header's token counts.
+    """Check a sample's numbers, and its payload's length against the header's token counts.
 
     Raises:
         WireError: naming the sample, the size and the size expected.
     """
+    if not (0 <= header.lease < 1 << 63 and 0 <= header.id.sample < 1 << 31):
+        raise WireError(f"sample {_name(header)} of lease {header.lease}: no such numbers")
     p, t = header.prompt_tokens, header.response_tokens
     if p < 1 or t < 1:
         raise WireError(

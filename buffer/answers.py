@@ -1,4 +1,4 @@
-"""What the buffer replies to each request (docs/wire.md), and what it does about waiting ones."""
+"""What the buffer replies to each request (docs/wire.md); `polls` has those that may wait."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 
 from asyncrl import wire
-from asyncrl.buffer.clients import Clients, replaced
+from asyncrl.buffer.clients import Clients
 from asyncrl.buffer.durable import Keeper
+from asyncrl.buffer.ending import Ending
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.parked import M, Parked, Waiting
+from asyncrl.buffer.polls import Polls
 from asyncrl.buffer.record import Recorder
 from asyncrl.buffer.refuse import refusal
-from asyncrl.errors import AsyncRLError, ConservationError, HelloNeeded, LedgerError, WireError
-from asyncrl.types import Version
-
-MAX_WAIT_S = 600.0
-"""Longest time a request may ask to wait."""
+from asyncrl.errors import AsyncRLError, ConservationError, HelloNeeded, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +39,12 @@ class Answers:
         self._send = send
         self._recorder = recorder
         self._keeper = keeper
-        self._lease_requests: Parked[wire.LeaseRequest] = Parked()
-        self._granted: dict[str, tuple[bytes, wire.Leases]] = {}  # actor -> client, last grant
-        self._pulls: Parked[wire.Pull] = Parked()
-        self._seen_epoch = 0
-        self._reason = ""
+        self.ending = Ending(keeper)
+        self.polls = Polls(ledger, clients, self.ending, send)
         self.malformed = 0
         self.strangers = 0  # messages before a hello
         self.facts: list[Callable[[], dict[str, float]]] = [recorder.gauges, keeper.gauges]
         """What the statistics tell besides the ledger."""
-        self.state: wire.State = "running"
-        self._final: Version | None = None
-        self._evaluate = True
-
-    @property
-    def waiting(self) -> int:
-        """Requests that are parked."""
-        return len(self._lease_requests) + len(self._pulls)
 
     def answer(self, identity: bytes, message: wire.Message, arrays: Sequence[wire.Frame]) -> None:
         """Do what a request asks, and send its reply unless it is parked.
@@ -88,7 +74,8 @@ class Answers:
             raise
         except Exception as e:
             bug = not isinstance(e, AsyncRLError)
-            logger.warning("refused %s from %r: %s", what, identity, e, exc_info=bug)
+            level = logging.INFO if isinstance(e, HelloNeeded) else logging.WARNING
+            logger.log(level, "refused %s from %r: %s", what, identity, e, exc_info=bug)
             self._send(identity, refusal(message.req, e, what))
         return True
 
@@ -103,9 +90,11 @@ class Answers:
             case wire.Push():
                 return self._push(message, arrays)
             case wire.LeaseRequest():
-                return self._lease_request(identity, message)
+                self.polls.lease(identity, message, self._clock())
+                return None
             case wire.Pull():
-                return self._pull(identity, message)
+                self.polls.pull(identity, message, self._clock())
+                return None
             case wire.Fail():
                 return self._fail(message)
             case wire.Commit():
@@ -117,7 +106,7 @@ class Answers:
             case wire.Published():
                 self._ledger.published(message.version)
             case wire.Stop():
-                self.stop(message.reason, message.final, message.evaluate)
+                self.ending.stop(message.reason, message.final, message.evaluate)
             case wire.Covered():
                 self._ledger.covered(message.batch)
             case wire.Rewind():
@@ -136,38 +125,14 @@ class Answers:
 
     def resume(self, now: float) -> None:
         """Take up where a former process of this buffer ended."""
-        for stop in self._keeper.stops:
-            self.stop(stop.reason, stop.final, stop.evaluate)
+        self.ending.resume()
         self._clients.expect(self._ledger.lessees(), now)
-
-    def stop(self, reason: str, final: Version | None, evaluate: bool) -> None:
-        """No more leases, no more batches; a later stop may add the final version.
-
-        The first reason stays. The final version is evaluated unless any stop was against it.
-        """
-        self._reason = self._reason or reason
-        self._evaluate = self._evaluate and evaluate
-        self._keeper.stopped(reason, final, evaluate)
-        if final is not None:
-            self.state, self._final = "done", final
-        elif self.state == "running":
-            self.state = "stopping"
 
     def serve_parked(self, now: float) -> None:
         """Answer the parked requests that can be, and those whose time is up."""
-        if self.state == "running" and (why := self._ledger.over()):
-            self._stop_in_order(why)
-        epoch = self._ledger.work_epoch
-        stopped = self.state != "running"
-        if epoch != self._seen_epoch or stopped or self._lease_requests.due(now):
-            self._seen_epoch = epoch
-            self._lease_requests.serve(
-                lambda w: self._guard(w.identity, w.message, lambda: self._try_lease(w, now))
-            )
-        if len(self._pulls):
-            self._pulls.serve(
-                lambda w: self._guard(w.identity, w.message, lambda: self._try_pull(w, now))
-            )
+        if self.ending.running and (why := self._ledger.over()):
+            self.ending.in_order(why)
+        self.polls.serve(now, self._guard)
 
     def look_for_silence(self, now: float) -> None:
         """Free what silent actors hold; call it when all messages have been read.
@@ -175,17 +140,13 @@ class Answers:
         After a stop nobody would take it, and an actor may be quiet while it evaluates.
         """
         for actor in self._clients.newly_silent(now):
-            if self.state == "running" and (dropped := self._ledger.drop_actor(actor)):
+            if self.ending.running and (dropped := self._ledger.drop_actor(actor)):
                 silent_s = self._clients.silent_after_s
                 logger.warning(
                     "%s has said nothing for %.0f s: %d of its leases go to others",
                     actor, silent_s, dropped,
                 )  # fmt: skip
                 self._recorder.event("actor_silent", actor=actor, leases=dropped)
-
-    def _stop_in_order(self, reason: str) -> None:
-        logger.info("the run ends: %s", reason)
-        self.stop(reason, final=None, evaluate=True)
 
     # --- actors ------------------------------------------------------------------------------
 
@@ -205,11 +166,10 @@ class Answers:
 
     def _drop(self, actor: str, why: str) -> None:
         """Free what an actor's former process held, and refuse what it waits for."""
-        if (waiting := self._lease_requests.take(actor)) is not None:
-            refused = refusal(waiting.message.req, replaced(actor), "LeaseRequest")
-            self._send(waiting.identity, refused)
+        self.polls.refuse(actor)
         dropped = self._ledger.drop_actor(actor)
-        logger.info("%s %s; %d of its leases dropped", actor, why, dropped)
+        if dropped:
+            logger.info("%s %s; %d of its leases dropped", actor, why, dropped)
 
     def _push(self, message: wire.Push, arrays: Sequence[wire.Frame]) -> Reply:
         envelope = self._keeper.envelope(message.header, arrays[0])
@@ -225,76 +185,7 @@ class Answers:
         )
         return wire.encode(wire.Ack(req=message.req, status=status))
 
-    def _lease_request(self, identity: bytes, message: wire.LeaseRequest) -> Reply:
-        self._clients.check_current(identity, message.actor)
-        now = self._clock()
-        # Answered long before its sender would count as silent, so that it asks again in time.
-        wait_s = min(_wait(message.wait_s), self._clients.silent_after_s / 2)
-        waiting = Waiting(identity, message, now + wait_s)
-        client, granted = self._granted.get(message.actor, (b"", wire.Leases()))
-        if client == identity and granted.req == message.req:  # sent again: the same answer
-            self._send(identity, wire.encode(granted))
-            return None
-        older = self._lease_requests.take(message.actor)
-        if older is not None and not _resent(older, waiting):
-            self._send(older.identity, wire.encode(wire.Leases(req=older.message.req)))
-        if not self._try_lease(waiting, now):
-            self._lease_requests.add(message.actor, waiting)
-        return None
-
-    def _try_lease(self, waiting: Waiting[wire.LeaseRequest], now: float) -> bool:
-        message = waiting.message
-        if self.state != "running":
-            reply = wire.Leases(
-                req=message.req, state=self.state, final=self._final, evaluate=self._evaluated
-            )
-        else:
-            leases = self._ledger.lease(message.actor, message.applied, message.capacity, now)
-            if not leases and now < waiting.until_s:
-                return False
-            reply = wire.Leases(
-                req=message.req,
-                leases=tuple(leases),
-                held_back=not leases and bool(self._ledger.held_back(message.actor)),
-            )
-            self._granted[message.actor] = (waiting.identity, reply)
-        self._send(waiting.identity, wire.encode(reply))
-        return True
-
     # --- the learner ---------------------------------------------------------------------------
-
-    def _pull(self, identity: bytes, message: wire.Pull) -> Reply:
-        now = self._clock()
-        waiting = Waiting(identity, message, now + _wait(message.wait_s))
-        key = (identity, message.batch)
-        older = self._pulls.take(key)
-        if older is not None and not _resent(older, waiting):
-            text = "superseded by a newer pull of the same batch"
-            self._send(identity, wire.encode(wire.NotYet(req=older.message.req, waiting_for=text)))
-        if not self._try_pull(waiting, now):
-            self._pulls.add(key, waiting)
-        return None
-
-    def _try_pull(self, waiting: Waiting[wire.Pull], now: float) -> bool:
-        message = waiting.message
-        frames: Sequence[wire.Frame]
-        stopped = self.state != "running"
-        if stopped and not self._ledger.assigned(message.batch):
-            frames = wire.encode(wire.Stopped(req=message.req, reason=self._reason))
-        elif (part := self._ledger.part(message.batch, message.rank)) is not None:
-            frames = wire.part_frames(part, message.req)
-        elif self._ledger.exhausted:
-            self._stop_in_order(self._ledger.exhausted_reason())
-            frames = wire.encode(wire.Stopped(req=message.req, reason=self._reason))
-        elif why := self._ledger.hopeless():
-            raise LedgerError(why)
-        elif now >= waiting.until_s:
-            text = self._ledger.waiting_for(message.batch, now)
-            frames = wire.encode(wire.NotYet(req=message.req, waiting_for=text))
-        else:
-            return False
-        self._send(waiting.identity, frames)
-        return True
 
     def _commit(self, message: wire.Commit) -> Reply:
         before = self._ledger.committed
@@ -306,10 +197,6 @@ class Answers:
         return wire.encode(wire.Ok(req=message.req, checkpoint=self._ledger.wants_checkpoint))
 
     # --- facts -----------------------------------------------------------------------------------
-
-    @property
-    def _evaluated(self) -> bool:
-        return self.state == "done" and self._evaluate
 
     def _stats(self, message: wire.StatsRequest) -> Reply:
         now = self._clock()
@@ -324,10 +211,10 @@ class Answers:
                 | {"malformed": self.malformed, "strangers": self.strangers},
                 gauges=gauges | ages,
                 conserved=self._ledger.conserved(),
-                state=self.state,
-                final=self._final,
-                evaluate=self._evaluated,
-                reason=self._reason,
+                state=self.ending.state,
+                final=self.ending.final,
+                evaluate=self.ending.evaluated,
+                reason=self.ending.reason,
                 waiting_for=self._ledger.waiting_for_next(now),
             )
         )
@@ -335,13 +222,3 @@ class Answers:
 
 def _ok(message: wire.Message) -> Reply:
     return wire.encode(wire.Ok(req=message.req))
-
-
-def _resent(older: Waiting[M], newer: Waiting[M]) -> bool:
-    """Whether a request is one that waits already: it is answered once, by its number."""
-    return (older.identity, older.message.req) == (newer.identity, newer.message.req)
-
-
-def _wait(wait_s: float) -> float:
-    """The time a request may wait: within 0 and MAX_WAIT_S, and 0 for not-a-number."""
-    return min(wait_s, MAX_WAIT_S) if wait_s > 0 else 0.0

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from asyncrl import wire
 from asyncrl.buffer.connection import RESEND_S, AsyncConnection, Connection, Peer, expect
+from asyncrl.config.schema import Config
 from asyncrl.security import Keys
 from asyncrl.types import BatchPart, Envelope, FailureKind, SampleId, Version
 
@@ -19,6 +20,13 @@ TIMEOUT_S = 30.0
 """Default time for a reply, on top of the time that a request asks to wait."""
 
 M = TypeVar("M", bound=wire.Message)
+
+
+def patience_s(config: Config) -> float:
+    """A role's time for a reply: with a store, long enough for the buffer's return as well."""
+    if config.buffer.durability == "none":
+        return TIMEOUT_S
+    return TIMEOUT_S + config.cluster.ready_timeout_s
 
 
 class AsyncBufferClient:

@@ -55,7 +55,9 @@ class Clients:
         self._looked_s: float | None = None
 
     def hello(self, identity: bytes, message: wire.Hello) -> tuple[str, bool]:
-        """Admit a client: its name, and whether it takes that over from another process.
+        """Admit a client: its name, and whether it may take that over from another process.
+
+        It may when it is new here: a restarted buffer does not know who had the name before.
 
         Raises:
             WireError: it belongs to another run.
@@ -71,7 +73,7 @@ class Clients:
         older = self._current.get(name)
         if message.resumed and older not in (None, identity):
             raise replaced(name)
-        taken_over = older is not None and (older != identity or self._by_identity[older] != client)
+        taken_over = older != identity or self._by_identity[identity] != client
         self._by_identity[identity] = client
         self._current[name] = identity
         return name, taken_over

@@ -14,8 +14,9 @@ import asyncio
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -72,7 +73,8 @@ class Peer:
         """No reply in time."""
         return DeadlineError(
             f"{self.name} waited {seconds:.0f} s for the buffer's reply to {what} "
-            f"({self.endpoint}): the buffer is gone or overloaded; see its log"
+            f"({self.endpoint}): the buffer is gone or overloaded, or does not take our keys; "
+            "see its log"
         )
 
 
@@ -100,20 +102,6 @@ class _Open:
     reply: asyncio.Future[wire.Message]
 
 
-@dataclass(slots=True)
-class Known:
-    """The leases that came here, newest last, at most KNOWN_LEASES."""
-
-    numbers: dict[int, None] = field(default_factory=dict)
-
-    def note(self, reply: wire.Message) -> None:
-        """Remember what a reply grants."""
-        if isinstance(reply, wire.Leases):
-            self.numbers |= dict.fromkeys(x.lease for x in reply.leases)
-            while len(self.numbers) > KNOWN_LEASES:
-                del self.numbers[next(iter(self.numbers))]
-
-
 class AsyncConnection:
     """For one event loop; requests may be open at the same time."""
 
@@ -125,7 +113,7 @@ class AsyncConnection:
         self._socket = peer.connect(self._context)
         self._req = 0
         self._open: dict[int, _Open] = {}
-        self._known = Known()
+        self._known: deque[int] = deque(maxlen=KNOWN_LEASES)
         self._reader: asyncio.Task[None] | None = None
         self._greeting: asyncio.Task[None] | None = None
 
@@ -174,19 +162,21 @@ class AsyncConnection:
                 continue
             entry = self._open.get(reply.req)
             if entry is not None and not entry.reply.done():
-                self._known.note(reply)
+                if isinstance(reply, wire.Leases):
+                    self._known.extend(x.lease for x in reply.leases)
                 entry.reply.set_result(reply)
 
     async def _greet(self) -> None:
         """Introduce this client to a restarted buffer, and send again what is open."""
-        lost = list(self._open.values())
         try:
-            reply = await self.exchange(self.peer.hello(list(self._known.numbers)), "Hello")
+            reply = await self.exchange(self.peer.hello(list(self._known)), "Hello")
             expect(reply, wire.Ok)
+        except DeadlineError:
+            return  # each open request has a deadline of its own
         except AsyncRLError as e:
             self._fail_all(e)
             return
-        for entry in lost:
+        for entry in list(self._open.values()):
             if not entry.reply.done():
                 self.resent += 1
                 await self._socket.send_multipart(entry.frames, copy=False)
@@ -237,7 +227,8 @@ class Connection:
             if found is not None and _hello_needed(found[0]):
                 hello = self._numbered(self.peer.hello([]))
                 self._send(wire.encode(hello), until)
-                greeted = self._reply_to(hello.req, until)
+                by = min(until, time.monotonic() + self.peer.resend_s)
+                greeted = self._reply_to(hello.req, by)
                 if greeted is not None:
                     expect(greeted[0], wire.Ok)
             elif found is not None:

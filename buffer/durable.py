@@ -33,6 +33,11 @@ SNAPSHOT_ENTRIES = 20_000
 """A snapshot is taken after so many entries: what a restart has to read again at most."""
 LATE = 4
 """Times SNAPSHOT_ENTRIES after which it is taken although samples wait to be recorded."""
+FILE_PER_SAMPLES = 2
+"""What the file may take for what its samples count: values fill whole pages (8,192 bytes for one
+of 5,000, counted as 7,048), and pages that were left are used again two commits later."""
+FILE_BESIDES = 256 << 20
+"""What it may take besides: the journal (280 bytes an entry measured) and two snapshots."""
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +138,8 @@ def open_ledger(
         folder: of the store; not touched with durability "none".
         prompts: from the first one on.
         memory_bytes: payloads beyond it are in the store only.
-        store_bytes: most bytes on disk.
+        store_bytes: most bytes of samples, as the ledger's `max_bytes` counts them; the file has
+            more room than that, so that it is never full before the ledger leases no more.
         recorded: whether samples that retire are recorded.
         goes_on: whether a former process has served from the store, which must be there then.
         settings: of the ledger.
@@ -146,8 +152,9 @@ def open_ledger(
     if durability == "none":
         return Ledger(prompts=prompts, **settings), Keeper()
     store = Store.open(
-        folder, run_id=run_id, sync=durability == "disk", max_bytes=store_bytes, goes_on=goes_on
-    )
+        folder, run_id=run_id, sync=durability == "disk", goes_on=goes_on,
+        max_bytes=FILE_PER_SAMPLES * store_bytes + FILE_BESIDES,
+    )  # fmt: skip
     try:
         shelf = Shelf(store, memory_bytes)
         return _recovered(store, shelf, prompts, recorded, clock(), settings)
@@ -170,6 +177,7 @@ def _recovered(
     if recorded:
         ledger.keep_retired()
     stops = replay(ledger, found.entries, envelope=shelf.restore, now=now)
+    ledger.take_quarantined()  # told by the former process, before it stored them
     keeper = Durable(ledger, store, shelf)
     keeper.stops = tuple(stops)
     # A payload goes when it is recorded: what is still there is not.

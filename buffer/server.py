@@ -145,7 +145,7 @@ class BufferServer:
             except zmq.ZMQError as e:
                 if e.errno != errno.EADDRINUSE or time.monotonic() > until:
                     raise DeadlineError(
-                        f"buffer-0 cannot bind {self._host}:{self._port}: {e}; it is another "
+                        f"cannot bind {self._host}:{self._port}: {e}; it is another "
                         f"process's, and did not become free in {BIND_S:.0f} s"
                     ) from e
             await asyncio.sleep(0.1)
@@ -171,7 +171,7 @@ class BufferServer:
                     if all_read:
                         self._answers.look_for_silence(now)
                 self._answers.serve_parked(now)
-                self._recorder.drain(over=self._answers.state == "done")
+                self._recorder.drain(over=self._answers.ending.state == "done")
                 self._settle()
             self._answers.check_conservation()
         except ConservationError:
@@ -200,7 +200,7 @@ class BufferServer:
 
         Parked requests are answered within TICK_S.
         """
-        self._answers.stop(reason, final, evaluate)
+        self._answers.ending.stop(reason, final, evaluate)
 
     def close(self) -> None:
         """Close the socket; `run` does it at its end."""
@@ -212,7 +212,7 @@ class BufferServer:
             self._context = None
 
     def _drained(self) -> bool:
-        if self._answers.state == "running" or self._answers.waiting:
+        if self._answers.ending.running or len(self._answers.polls):
             return False
         return self._clock() - self._last_message_s >= self._drain_s
 

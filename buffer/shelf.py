@@ -141,10 +141,11 @@ class Shelf:
 
     def _release(self, key: bytes) -> None:
         """One envelope fewer of a payload; without any it leaves memory and store."""
-        holders = self._holders.pop(key, 0)
-        if holders > 1:
+        holders = self._holders.get(key, 0)
+        if holders > 1:  # another thread may be reading it: the key is never absent meanwhile
             self._holders[key] = holders - 1
             return
+        self._holders.pop(key, None)
         self._resident_bytes -= len(self._resident.pop(key, b""))
         if holders and self._store is not None:
             self._store.delete(key)

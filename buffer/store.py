@@ -84,12 +84,12 @@ class Store:
             folder: the store's own folder, on a local disk.
             run_id: the run that the store belongs to.
             sync: whether `commit` waits for the disk.
-            max_bytes: what the file may grow to (`buffer.store_gib`).
+            max_bytes: what the file may grow to.
             goes_on: whether a former process has had it: one that is not there is an error then.
 
         Raises:
-            StoreError: the store is gone, corrupt, another run's, of a newer format, or open in another
-                process (nothing is changed), or the folder cannot be written to.
+            StoreError: the store is gone, corrupt, another run's, of a newer format, or open in
+                another process (nothing is changed), or the folder cannot be written to.
         """
         path = Path(folder)
         lock = lock_folder(path)

@@ -102,7 +102,7 @@ def damaged(folder: Path, what: str) -> StoreError:
     """The error for content that cannot be trusted."""
     return StoreError(
         f"the buffer's store {folder} is corrupt ({what}): nothing was overwritten; move the "
-        "folder away and resume from the last checkpoint"
+        "folder away and start a new run"
     )
 
 

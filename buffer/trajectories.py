@@ -19,13 +19,15 @@ from typing import BinaryIO
 
 import msgspec
 
-from asyncrl.recording import INDEX, Entry, Retired, encode_sample, read_recording
+from asyncrl.recording import INDEX, Entry, Outcome, Retired, encode_sample, read_recording
 from asyncrl.types import SampleId
 
 SEGMENT_BYTES = 64 << 20
 """A file of frames is closed when the next sample would make it longer than this."""
 QUEUE_BYTES = 128 << 20
 """Most array bytes that wait for the disk."""
+RESUME_SAMPLES = 100_000
+"""Newest samples of a former process that are not written again; older ones do not come again."""
 CHUNK_BYTES = 1 << 20
 """Array bytes taken from the queue at a time: one write of frames, one of lines."""
 
@@ -172,7 +174,7 @@ class _Disk:
         self._index: BinaryIO | None = None
         self._offset = 0  # of the open file of frames
         self._index_bytes = 0
-        self._there: set[tuple[int, SampleId, int]] = set()  # by a former process
+        self._there: dict[tuple[int, SampleId, int, Outcome], None] = {}  # by a former process
 
     def resume(self) -> None:
         """Go on after what a former process has written; its torn last line goes.
@@ -185,8 +187,11 @@ class _Disk:
             return
         for recorded in read_recording(self.folder):
             e = recorded.entry
-            self._there.add((e.lease, e.id, e.incarnation))
-        self.samples = len(self._there)
+            self.samples += 1
+            # With the outcome: what was held when the former process ended may be trained now.
+            self._there[e.lease, e.id, e.incarnation, e.outcome] = None
+            if len(self._there) > RESUME_SAMPLES:
+                del self._there[next(iter(self._there))]
         self._segments = max((int(p.stem) for p in path.parent.glob("*.frames")), default=0)
         self.bytes = sum(p.stat().st_size for p in path.parent.glob("*.frames"))
         with path.open("rb") as f:
@@ -204,7 +209,7 @@ class _Disk:
         frames, lines, samples = bytearray(), bytearray(), 0
         for sample, when in chunk:
             h = sample.envelope.header
-            if self._there and (h.lease, h.id, sample.incarnation) in self._there:
+            if (h.lease, h.id, sample.incarnation, sample.outcome) in self._there:
                 self.handled += 1
                 continue
             data = encode_sample(sample.envelope)

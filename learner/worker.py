@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING
 
 from asyncrl import wire
-from asyncrl.buffer.client import BufferClient
+from asyncrl.buffer.client import BufferClient, patience_s
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.hub import HubClient
@@ -123,7 +123,9 @@ class LearnerWorker:
             WeightSyncError: the sending thread is stuck.
         """
         config, s = self.config, self.settings
-        self.client = BufferClient(buffer, s.run_id, "learner", s.rank, keys=s.keys)
+        self.client = BufferClient(
+            buffer, s.run_id, "learner", s.rank, timeout_s=patience_s(config), keys=s.keys
+        )
         self.client.hello()
         self._reported = time.monotonic()
         self._pulled_s = 0.0

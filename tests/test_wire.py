@@ -131,7 +131,11 @@ def test_every_message_survives_the_trip(data: st.DataObject) -> None:
     frames: list[wire.Frame] = []
     if isinstance(message, wire.Push):
         p, t = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
-        header = replace(message.header, prompt_tokens=p, response_tokens=t)
+        header = replace(
+            message.header, prompt_tokens=p, response_tokens=t,
+            lease=data.draw(st.integers(0, 2**63 - 1)),
+            id=message.header.id._replace(sample=data.draw(st.integers(0, 2**31 - 1))),
+        )  # fmt: skip
         message = msgspec.structs.replace(message, header=header)
         size = 4 * p + 17 * t
         frames = [data.draw(st.binary(min_size=size, max_size=size))]

@@ -254,7 +254,7 @@ class ClusterConfig(Section):
     learner_places: tuple[str, ...] | None = None
     """explicit: the same for the learner ranks."""
     ready_timeout_s: Seconds = 600.0
-    """Deadline for the learners and the first actor; others join when they are ready."""
+    """Deadline for the learners, the first actor, a restarted buffer; other actors join later."""
     max_restarts: NonNegative = 5
     """Restarts of an actor without a sample in between; then the run goes on without it."""
     restart_backoff_s: Seconds = 1.0

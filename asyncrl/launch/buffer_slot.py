@@ -1,7 +1,7 @@
 """The buffer as the launcher sees it: started, watched, restarted where that loses nothing.
 
-    starting ──bound──► serving ──died──► back-off ──► starting, on the same port
-                                   └────► the run ends: no store, or too many deaths in a row
+    starting ──bound──► serving ──died, stuck──► back-off ──► starting, on the same port
+                                          └────► the run ends: no store, or too often in a row
 
 Its clients reconnect by themselves and send again what was not answered.
 """
@@ -18,6 +18,8 @@ from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.processes.role_main import RoleSpec
 
 NAME = "buffer-0"
+STUCK_S = 120.0
+"""It is ended, and restarted, when it has answered nobody for so long."""
 
 
 class BufferSlot:
@@ -40,6 +42,8 @@ class BufferSlot:
         self.host: Any = None
         self.ref: Any = None
         """The host's call that is under way."""
+        self.heard = 0.0
+        """When it last answered the launcher."""
         self.restarts = 0
         self._failures = 0  # in a row, without a batch in between
         self._failed_at_step = -1
@@ -59,6 +63,7 @@ class BufferSlot:
         """It is bound: let it answer."""
         self.endpoint = endpoint
         self.state, self.ref = "serving", self.host.call.remote("run")
+        self.heard = time.monotonic()
 
     def ended(self, result: Callable[[], Any], step: int) -> str:
         """Its call has ended; what to tell people, in a line.
@@ -100,14 +105,22 @@ class BufferSlot:
         self._tell("buffer_died", reason=why, restart_in_s=round(wait, 1))
         return f"{why}; restarting"
 
-    def tick(self) -> None:
-        """Restart it when its back-off is over.
+    def tick(self, step: int) -> str:
+        """Restart it when its back-off is over, or when it is stuck; what to tell people, if so.
 
         Raises:
+            RoleDiedError: it is stuck and cannot be restarted.
             DeadlineError: a restarted one is not back in time.
         """
-        if self.state == "serving" or time.monotonic() < self._until:
-            return
+        now = time.monotonic()
+        if self.state == "serving":
+            if now - self.heard < STUCK_S:
+                return ""
+            stuck = f"{NAME} stood still: no answer for {STUCK_S:.0f} s; see {self._log}"
+            self._cluster.kill_role(NAME)  # or it would keep port and store
+            return self._died(RoleDiedError(stuck), step)
+        if now < self._until:
+            return ""
         if self.state == "starting":
             raise DeadlineError(
                 f"{NAME} was not back within cluster.ready_timeout_s="
@@ -116,3 +129,4 @@ class BufferSlot:
         self.restarts += 1
         self.start()
         self.bind()
+        return ""

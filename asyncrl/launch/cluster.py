@@ -11,7 +11,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RoleDiedError
 from asyncrl.launch.data_plane import check_binding
 from asyncrl.launch.placement import Assignment, Placement, Seat, assign, nodes_of
-from asyncrl.launch.processes.reaper import MARK
+from asyncrl.launch.processes.reaper import MARK, kill_role
 from asyncrl.launch.processes.role_main import RoleSpec
 
 
@@ -27,7 +27,7 @@ class Cluster:
 
         self._ray = ray
         self._hosts: list[Any] = []
-        self._scratch = scratch
+        self._run_id, self._scratch = run_id, scratch
         common: dict[str, Any] = {
             "include_dashboard": False, "log_to_driver": False,
             "logging_level": logging.ERROR,
@@ -109,6 +109,10 @@ class Cluster:
             self._ray.kill(host)
         with contextlib.suppress(ValueError):
             self._hosts.remove(host)
+
+    def kill_role(self, name: str) -> None:
+        """Kill a role that does not answer, if it runs on this machine."""
+        kill_role(self._run_id, name)
 
     def close(self) -> None:
         """End every role and, if it is ours, Ray."""

@@ -151,8 +151,9 @@ class Crew:
 
     def actor_gone(self, name: str, why: str) -> None:
         """Give the leases of an actor whose process has ended to others."""
-        if self.client is not None:
-            with suppress(AsyncRLError):  # the buffer notices its silence, too
+        # A buffer that is down hears of it from the actor's silence, or its successor's hello.
+        if self.client is not None and self.buffer.state == "serving":
+            with suppress(AsyncRLError):
                 self.client.gone(name, why)
 
     def result_of(self, ref: Any, name: str) -> Any:

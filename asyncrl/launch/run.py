@@ -101,7 +101,8 @@ class Run:
 
         crew = self.crew
         actors = crew.fleet.refs()
-        calls = [*actors, *crew.calls, *filter(None, [crew.buffer.ref])]
+        # The buffer first: all others wait for it.
+        calls = [*filter(None, [crew.buffer.ref]), *actors, *crew.calls]
         done, _ = ray.wait(calls, num_returns=1, timeout=TICK_S)
         for ref in done:
             if ref in actors:
@@ -113,7 +114,8 @@ class Run:
         if not self._training and not self.to_set_up and crew.fleet.gathered:
             self._training = True
             crew.train()
-        crew.buffer.tick()
+        if told := crew.buffer.tick(self.desk.board.step):
+            self.desk.view.say(told)
         crew.fleet.tick(partial(self.silent, limit_s=STUCK_S))
         if "learner-0" in self._done:
             for slot in crew.fleet.end(partial(self.silent, limit_s=SILENT_S)):
@@ -225,6 +227,7 @@ class Run:
             self.crew.cluster.check()
             with suppress(DeadlineError):  # a buffer that died is told by the next ray.wait
                 self.desk.board.stats = self.crew.client.stats()
+                self.crew.buffer.heard = time.monotonic()
 
     # --- end -----------------------------------------------------------------------------
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from asyncrl import wire
 from asyncrl.buffer.client import AsyncBufferClient, BufferClient
-from asyncrl.buffer.durable import Durability, Durable, open_ledger
+from asyncrl.buffer.durable import Durability, Durable, Keeper, open_ledger
+from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.trajectories import TrajectoryWriter
 from asyncrl.errors import StoreError
 from asyncrl.recording import read_recording
-from asyncrl.types import BatchPart, SampleId, Trajectory, Version
+from asyncrl.types import SAMPLE_OVERHEAD, BatchPart, FailureKind, SampleId, Trajectory, Version
 from tests.buffer.conftest import Running
 from tests.buffer.peers import V0, produce
-from tests.buffer.samples import prompts, same_arrays, trajectory
+from tests.buffer.samples import header, prompts, same_arrays, trajectory
 
 SETTINGS: dict[str, Any] = {
     "group_size": 2, "groups_per_batch": 2, "max_staleness": 9, "lease_timeout_s": 60.0,
@@ -141,8 +144,10 @@ def test_what_was_acknowledged_is_there_after_a_restart(
     within(120, scenario)
     server.close()
     assert sorted(trained) == sorted(sent)
-    recorded = [r.entry.id for r in read_recording(server.folder / "trajectories")]
-    assert sorted(recorded) == sorted(sent), "recorded once each"
+    entries = [r.entry for r in read_recording(server.folder / "trajectories")]
+    fates = sorted(e.id for e in entries if e.outcome == "trained")
+    assert fates == sorted(sent), "recorded once each, with what became of it"
+    assert {e.outcome for e in entries} <= {"trained", "held"}
 
 
 def test_leases_whose_answer_was_lost_are_free_again(buffer: Callable[..., Buffer]) -> None:
@@ -170,6 +175,44 @@ def test_leases_whose_answer_was_lost_are_free_again(buffer: Callable[..., Buffe
     within(60, scenario)
 
 
+def test_leases_of_an_actor_that_died_with_the_buffer_are_free_again(
+    buffer: Callable[..., Buffer],
+) -> None:
+    server = buffer()
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        former = await stack.enter_async_context(actor_of(server))
+        held = await former.lease("actor-0", V0, 4, wait_s=0)
+        former.close()
+        server.restart()
+        actor = await stack.enter_async_context(actor_of(server))
+        again = await actor.lease("actor-0", V0, 4, wait_s=5)
+        wanted = {(x.group, k) for x in held.leases for k in x.samples}
+        assert {(x.group, k) for x in again.leases for k in x.samples} == wanted
+
+    within(60, scenario)
+
+
+def test_a_quarantine_is_told_once(tmp_path: Path) -> None:
+    def opened() -> tuple[Ledger, Keeper]:
+        return open_ledger(
+            tmp_path, durability="process", run_id="r", prompts=prompts(), memory_bytes=1 << 30,
+            store_bytes=1 << 28, max_attempts=1, failed_member="drop", **SETTINGS,
+        )  # fmt: skip
+
+    ledger, keeper = opened()
+    lease = ledger.lease("a", V0, 2, 0.0)[0]
+    ledger.fail("a", lease.lease, lease.group.sample(0), FailureKind.REWARD, "no", 0.0)
+    told = ledger.take_quarantined()
+    keeper.settle(recorded=True)
+    keeper.close()
+    ledger, keeper = opened()
+    again = ledger.take_quarantined()
+    keeper.close()
+    assert (told, again) == ([(lease.group.source, lease.group.index, "reward: no")], [])
+    assert ledger.gauges(0.0)["prompts/quarantined"] == 1
+
+
 def test_a_stop_survives(buffer: Callable[..., Buffer]) -> None:
     server = buffer()
     with learner_of(server) as rank:
@@ -178,6 +221,29 @@ def test_a_stop_survives(buffer: Callable[..., Buffer]) -> None:
         reply = rank.pull(1, wait_s=5)
         assert isinstance(reply, wire.Stopped)
         assert reply.reason == "enough"
+
+
+@pytest.mark.parametrize("size", [600, 4_100, 5_000, 20_000])
+def test_the_ledger_leases_no_more_before_the_file_is_full(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.buffer.durable.FILE_BESIDES", 1 << 20)
+    limit = 4 << 20
+    ledger, keeper = open_ledger(
+        tmp_path, durability="process", run_id="r", prompts=prompts(), memory_bytes=1,
+        store_bytes=limit, max_bytes=limit, sample_bytes=size + SAMPLE_OVERHEAD, group_size=8,
+        groups_per_batch=4, max_staleness=1000, lease_timeout_s=60.0,
+    )  # fmt: skip
+    try:
+        while leases := ledger.lease("a", V0, 64, 0.0):
+            for lease in leases:
+                for k in lease.samples:
+                    h = header(lease.group.sample(k), lease.lease, "a", V0)
+                    assert ledger.accept(keeper.envelope(h, bytes(size)), 0.0) == "accepted"
+            keeper.settle(recorded=True)
+        assert ledger.held_back("a") == "bytes"
+    finally:
+        keeper.close()
 
 
 def test_a_snapshot_shortens_the_journal(
@@ -220,3 +286,42 @@ def test_another_runs_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="belongs to run 'one'"):
         opened("two")
     opened("one")[1].close()
+
+
+def test_a_hello_that_is_lost_with_another_death_is_said_again() -> None:
+    context: Any = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    router.rcvtimeo = 30_000
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    heard: list[str] = []
+
+    def buffer_that_dies_once_more() -> None:
+        known = False
+        while "commit again" not in heard:
+            identity, *frames = router.recv_multipart()
+            message = wire.decode(frames)[0]
+            if isinstance(message, wire.Hello):
+                heard.append("hello")
+                if heard.count("hello") == 1:
+                    continue  # it died with this one
+                known = True
+                reply: wire.Message = wire.Ok(req=message.req)
+            elif known:
+                heard.append("commit again")
+                reply = wire.Ok(req=message.req)
+            else:
+                reply = wire.Error(req=message.req, error="HelloNeeded", message="who?")
+            router.send_multipart([identity, *wire.encode(reply)])
+
+    thread = threading.Thread(target=buffer_that_dies_once_more)
+    thread.start()
+    client = BufferClient(f"tcp://127.0.0.1:{port}", "r", "learner", 0, resend_s=0.2)
+    try:
+        client.commit(1)
+    finally:
+        client.close()
+        thread.join(60)
+        router.close()
+        context.term()
+    assert heard == ["hello", "hello", "commit again"]

@@ -31,9 +31,13 @@ KEPT_BYTES = 16 << 20
 with a payload of 21 KB a quarter. What an allocator keeps for itself is a few MB."""
 
 
-@pytest.fixture
-def buffer(tmp_path: Path) -> Iterator[BufferProcess]:
-    process = BufferProcess(BufferSpec(ledger=LEDGER, silent_after_s=1.0))
+@pytest.fixture(params=["none", "process"])
+def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BufferProcess]:
+    process = BufferProcess(
+        BufferSpec(
+            ledger=LEDGER, silent_after_s=1.0, durability=request.param, folder=str(tmp_path)
+        )
+    )
     yield process
     process.close()
 

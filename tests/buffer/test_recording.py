@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -480,6 +481,19 @@ def test_a_killed_process_leaves_a_recording_that_can_be_read(tmp_path: Path) ->
     for r in recorded:
         sent = Lease(r.entry.lease, r.entry.id.group, (0,), V0, 60.0, next(prompts(1))[1])
         assert same_arrays(r.envelope(), trajectory(sent, 0, "actor-0"))
+
+
+def test_what_was_held_comes_again_only_with_another_fate(tmp_path: Path) -> None:
+    samples = retired(2)
+    held = [replace(s, outcome="held") for s in samples]
+    before = TrajectoryWriter(tmp_path, max_bytes=PLENTY)
+    before.put(held)
+    before.close()
+    after = TrajectoryWriter(tmp_path, max_bytes=PLENTY, resume=True)
+    after.put([samples[0], held[1]])
+    after.close()
+    told = [(r.entry.id.index, r.entry.outcome) for r in read_recording(tmp_path)]
+    assert told == [(0, "held"), (1, "held"), (0, "filtered")]
 
 
 def test_a_writer_goes_on_with_what_its_predecessor_left(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ REFUSED = [
     ("stop.reward=.5 run.steps=9", "stop.reward_batches=10 is over run.steps=9: stop.reward could never be judged: lower it"),
     ("buffer.max_filtered_in_a_row=9", "buffer.max_filtered_in_a_row=9 (override) has no effect with buffer.filter_zero_variance=false"),
     ("rollout.group_size=2 rollout.failed_member=drop", "rollout.failed_member=drop (override) has no effect with rollout.group_size=2"),
+    ("stop.epochs=1 rollout.quarantine_after=2", "rollout.quarantine_after=2 (override) has no effect with stop.epochs=1 (no prompt comes again): remove it or raise stop.epochs"),
     ("record.trajectories=false record.max_gib=2", "record.max_gib=2.0 (override) has no effect with record.trajectories=false: remove it or set record.trajectories=true"),
     ("task.reward_workers=1025", "task.reward_workers=1025 (override) is that many processes per actor: lower it to 1024"),
     ("learner.optim.lr=11", "learner.optim.lr=11.0 (override) destroys the weights in one step"),
@@ -143,6 +144,7 @@ ALLOWED = [
     "buffer.filter_zero_variance=true buffer.max_filtered_in_a_row=9",
     "rollout.group_size=2",
     "rollout.failed_member=drop",
+    "stop.epochs=2 rollout.quarantine_after=2",
     "record.trajectories=false",
     "task.reward_workers=1024 learner.optim.lr=10",
 ]

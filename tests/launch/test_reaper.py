@@ -1,6 +1,7 @@
 """Nothing of a run stays behind, however it ends."""
 
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -8,7 +9,7 @@ import uuid
 import psutil
 import pytest
 
-from asyncrl.launch.processes.reaper import MARK, processes_of, sweep
+from asyncrl.launch.processes.reaper import MARK, kill_role, processes_of, sweep
 
 SLEEPER = "import time, sys; print('up', flush=True); time.sleep(600)"
 STUBBORN = (
@@ -45,6 +46,24 @@ def test_sweep_ends_only_the_run_s_processes(run_id):
         assert processes_of(run_id) == []
     finally:
         for process in (mine, stubborn, other):
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_a_role_that_is_stopped_is_killed_by_its_name_and_nobody_else(run_id):
+    named = "import time; from asyncrl.roles import name_process; name_process('buffer-0');"
+    named += "print('up', flush=True); time.sleep(600)"
+    role, rest = start(named, run_id), start(SLEEPER, run_id)
+    other = start(named, run_id + "-other")
+    try:
+        os.kill(role.pid, signal.SIGSTOP)
+        kill_role(run_id, "buffer-0")
+        assert not psutil.pid_exists(role.pid)
+        assert rest.poll() is None
+        assert other.poll() is None
+    finally:
+        for process in (role, rest, other):
             process.kill()
             process.wait()
             process.stdout.close()

@@ -96,6 +96,11 @@ def _groups(c: Context) -> Iterator[str]:
             "buffer.max_filtered_in_a_row", why="with buffer.filter_zero_variance=false",
             fix="set buffer.filter_zero_variance=true",
         )  # fmt: skip
+    if c.config.stop.epochs == 1:
+        yield from c.inactive(
+            "rollout.quarantine_after", why="with stop.epochs=1 (no prompt comes again)",
+            fix="raise stop.epochs",
+        )  # fmt: skip
     if c.config.rollout.group_size == 2:
         yield from c.inactive(
             "rollout.failed_member",

@@ -64,6 +64,16 @@ def sweep(run_id: str, grace_s: float = 2.0) -> list[int]:
     return pids
 
 
+def kill_role(run_id: str, name: str) -> None:
+    """Kill a role's process on this machine, e.g. "buffer-0": one that is stopped or hangs does
+    not notice that its host ends."""
+    for process in processes_of(run_id):
+        with contextlib.suppress(psutil.Error):
+            if process.name() == name:
+                process.kill()
+                process.wait(timeout=5)
+
+
 class Guard:
     """The launcher's insurance: a child that sweeps when this process is gone.
 
