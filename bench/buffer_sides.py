@@ -151,7 +151,8 @@ def summarise(report: Report, runs: dict[str, list[Outcome]], plan: Plan) -> Non
     versus("msgs_vs_relay_20k", "none 20", "relay 20")
     versus("bytes_vs_relay_200k", "none 200", "relay 200")
     ray = max(("ray actor 20", "ray queue 20"), key=lambda name: middle[name])
-    versus("msgs_vs_ray_queue_20k", "none 20", ray, faster=ray, ray_queue=middle["ray queue 20"])
+    versus("msgs_vs_ray_queue_20k", "none 20", ray, faster=ray)
+    versus("msgs_vs_ray_util_queue_20k", "none 20", "ray queue 20")
     versus("process_vs_none_20k", "process 20", "none 20")
     versus("disk_vs_none_20k", "disk 20", "none 20")
     for kb in SIZES_KB:

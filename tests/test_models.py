@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl import models
 from asyncrl.actors.tokens import encode_prompt
-from asyncrl.errors import DataError, ModelError
+from asyncrl.errors import ConfigError, DataError, ModelError
 from asyncrl.model_store import cache
 from asyncrl.model_store.folder import context_length, has_chat_template, missing_parts
 from asyncrl.types import Prompt
@@ -145,13 +145,17 @@ def test_folders_with_parts_missing(
         ("./nowhere", "model.name=./nowhere: no such folder"),
         ("/a/b/c", "model.name=/a/b/c: no such folder"),
         ("a/b/c", "no such folder"),
-        ("", "no such folder"),
     ],
 )
 def test_names_that_are_nothing(name: str, expected: str) -> None:
     with pytest.raises(ModelError) as e:
         models.resolve(name)
     assert expected in str(e.value)
+
+
+def test_an_empty_name_is_not_the_current_folder() -> None:
+    with pytest.raises(ConfigError, match="model.name is empty"):
+        models.resolve("")
 
 
 def test_hub_names_without_the_hub(tmp_path: Path) -> None:

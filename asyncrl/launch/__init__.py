@@ -117,7 +117,7 @@ def _tidy(guard: Guard, run_id: str, scratch: str) -> None:
     """Leave nothing of the run behind but its folder."""
     from asyncrl.launch.processes.reaper import MARK, sweep
 
-    sweep(run_id)
+    sweep(run_id, scratch=scratch)
     guard.dismiss()
     shutil.rmtree(scratch, ignore_errors=True)
     for name in (MARK, "VLLM_RPC_BASE_PATH"):

@@ -96,6 +96,7 @@ class Push(msgspec.Struct, tag_field="type", tag="push"):
 
 
 encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(wire.Ack | wire.Leases | wire.Error).decode
 
 
 def tokens_of(payload_bytes: int) -> tuple[int, int]:
@@ -238,7 +239,7 @@ class Producer(Peer):
                 frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            reply = self.expect(frame, wire.Ack, wire.Leases)
+            reply = _decode(frame)
             if isinstance(reply, wire.Ack):
                 if reply.status != "accepted":
                     raise RuntimeError(f"{self.name}: a push was {reply.status}")
@@ -247,6 +248,8 @@ class Producer(Peer):
                     self.due_s.append(at - self.began)
                     self.latencies_s.append(now - at)
                 continue
+            if isinstance(reply, wire.Error):
+                raise RuntimeError(f"{self.name}: {reply}")
             self.asking, self.over = self.asking - 1, reply.state != "running"
             for x in reply.leases:
                 self.work.extend((x.lease, x.group, x.version, k) for k in x.samples)

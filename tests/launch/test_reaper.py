@@ -51,6 +51,22 @@ def test_sweep_ends_only_the_run_s_processes(run_id):
             process.stdout.close()
 
 
+def test_who_wiped_its_environment_is_known_by_its_open_files(run_id, tmp_path):
+    holder = "import time, sys; f = open(sys.argv[1], 'w');" + SLEEPER
+    (tmp_path / "scratch").mkdir()
+    mine = start(holder, "wiped", str(tmp_path / "scratch" / "log"))
+    other = start(holder, "wiped", str(tmp_path / "scratch-not"))
+    try:
+        assert processes_of(run_id) == []
+        assert sweep(run_id, scratch=str(tmp_path / "scratch")) == [mine.pid]
+        assert other.poll() is None
+    finally:
+        for process in (mine, other):
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
 def test_a_role_that_is_stopped_is_killed_by_its_name_and_nobody_else(run_id):
     named = "import time; from asyncrl.roles import name_process; name_process('buffer-0');"
     named += "print('up', flush=True); time.sleep(600)"

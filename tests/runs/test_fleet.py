@@ -1,5 +1,6 @@
 """Actors that die or stand still, two runs at once, two machines, one process."""
 
+import contextlib
 import os
 import random
 import signal
@@ -19,12 +20,21 @@ def events_of(run, kind):
     return [e for e in run.events() if e["event"] == kind]
 
 
+def named(run, name):
+    found = []
+    for process in processes_of(run.run_id()):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended since they were listed
+            if process.name() == name:
+                found.append(process)
+    return found
+
+
 def step_of(run):
     return max((r["step"] for r in batches(run)), default=0)
 
 
 def pid_of(run, name):
-    found = [p for p in processes_of(run.run_id()) if p.name() == name]
+    found = named(run, name)
     return min(found, key=lambda p: p.create_time()).pid  # a fork bears its parent's name at first
 
 
@@ -53,7 +63,7 @@ def test_a_random_actor_is_killed_at_a_random_moment(start, seed):
     run = start("--actors", "3", "--learners", "2", "run.steps=40")
     run.wait_for(run.events, "the first event")
     part = generator.choice(["actor-{}", "actor-{}-core"]).format(generator.randrange(3))
-    run.wait_for(lambda: any(p.name() == part for p in processes_of(run.run_id())), part)
+    run.wait_for(lambda: named(run, part), part)
     step = generator.randrange(12)
     run.wait_for(lambda: step_of(run) >= step, f"step {step}")
     with pytest.raises(subprocess.TimeoutExpired):
@@ -166,9 +176,7 @@ def test_a_killed_buffer_goes_on_where_it_was(start, durability):
     run = start("--actors", "2", f"buffer.durability={durability}", "run.steps=16")
     for step in (3, 8):
         run.wait_for_step(step)
-        buffers = [p for p in processes_of(run.run_id()) if p.name() == "buffer-0"]
-        assert len(buffers) == 1
-        buffers[0].kill()
+        os.kill(pid_of(run, "buffer-0"), signal.SIGKILL)
     assert run.wait() == 0, run.output
     summary = run.summary()
     assert (summary["ended"], summary["steps"]) == ("finished", 16)

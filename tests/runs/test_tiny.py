@@ -1,5 +1,6 @@
 """Whole runs of the `tiny` preset: real Ray, vLLM, ZeroMQ, FSDP2 and gloo."""
 
+import contextlib
 import math
 import os
 import signal
@@ -28,7 +29,11 @@ def test_six_actors_two_learners(start):
     engines = {f"actor-{rank}-core" for rank in range(6)}
 
     def names():
-        return {p.name() for p in processes_of(run.run_id())}
+        found = set()
+        for process in processes_of(run.run_id()):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended since they were listed
+                found.add(process.name())
+        return found
 
     run.wait_for(lambda: engines <= names(), "six engines at once")
     processes = processes_of(run.run_id())

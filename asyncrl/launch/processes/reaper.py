@@ -1,8 +1,10 @@
 """Nothing of a run stays behind, however it ended.
 
 Every process of a run inherits `ASYNCRL_RUN_ID` in its environment, and that is how its
-processes are found again: the engines' children and Ray's own included. `sweep` ends them; the
-guard is a small process that sweeps when the launcher dies without a word (SIGKILL).
+processes are found again: the engines' children and Ray's own included. Some of Ray's wipe their
+environment, and lose their parent when it dies with the launcher: these have files open below the
+run's scratch folder. `sweep` ends them all; the guard is a small process that sweeps when the
+launcher dies without a word (SIGKILL).
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ import psutil
 MARK = "ASYNCRL_RUN_ID"
 
 
-def processes_of(run_id: str) -> list[psutil.Process]:
-    """Processes of the run and all below them, this one and its parents left out."""
+def processes_of(run_id: str, scratch: str = "") -> list[psutil.Process]:
+    """Processes of the run and all below them, this one and its parents left out.
+
+    Args:
+        scratch: the run's scratch folder; whoever has a file below it open is the run's too.
+    """
     me = psutil.Process()
     spare = {me.pid, *(p.pid for p in me.parents())}
     wanted = f"{MARK}={run_id}".encode()
@@ -33,9 +39,19 @@ def processes_of(run_id: str) -> list[psutil.Process]:
             # The raw file: a process that set a title of its own may have overwritten the first
             # entries (psutil reads only up to there), or all: such a one is found below its parent.
             raw = Path(f"/proc/{process.pid}/environ").read_bytes()
-            if wanted in raw.split(b"\0"):
+            if wanted in raw.split(b"\0") or (scratch and _has_open(process.pid, scratch)):
                 found |= {p.pid: p for p in (process, *process.children(recursive=True))}
     return [p for pid, p in found.items() if pid not in spare and not _is_guard(p)]
+
+
+def _has_open(pid: int, folder: str) -> bool:
+    """Whether the process has a file below the folder open, or had: it may be deleted."""
+    fds = Path(f"/proc/{pid}/fd")
+    for fd in os.listdir(fds):
+        with contextlib.suppress(OSError):
+            if os.readlink(fds / fd).startswith(os.path.join(folder, "")):
+                return True
+    return False
 
 
 def _is_guard(process: psutil.Process) -> bool:
@@ -45,9 +61,9 @@ def _is_guard(process: psutil.Process) -> bool:
         return False
 
 
-def sweep(run_id: str, grace_s: float = 2.0) -> list[int]:
+def sweep(run_id: str, grace_s: float = 2.0, scratch: str = "") -> list[int]:
     """End what is left of the run: SIGTERM, then SIGKILL after `grace_s`; the pids ended."""
-    left = processes_of(run_id)
+    left = processes_of(run_id, scratch)
     pids = [p.pid for p in left]
     for process in left:
         with contextlib.suppress(psutil.Error):
@@ -58,7 +74,7 @@ def sweep(run_id: str, grace_s: float = 2.0) -> list[int]:
             process.kill()
     psutil.wait_procs(alive, timeout=5)
     # A process may have been started between the listing and the signal.
-    for process in processes_of(run_id):
+    for process in processes_of(run_id, scratch):
         with contextlib.suppress(psutil.Error):
             process.kill()
     return pids
@@ -106,8 +122,8 @@ def main() -> None:
     os.environ.pop(MARK, None)
     if sys.stdin.buffer.readline() != b"done\n":
         deadline = time.monotonic() + 20
-        while processes_of(run_id) and time.monotonic() < deadline:
-            sweep(run_id)
+        while processes_of(run_id, scratch) and time.monotonic() < deadline:
+            sweep(run_id, scratch=scratch)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
