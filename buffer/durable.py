@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from asyncrl import wire
-from asyncrl.buffer.journal import Journaled, Stopped, replay
+from asyncrl.buffer.entries import Stopped
+from asyncrl.buffer.journal import Journaled, replay
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shelf import Shelf, own, payload_key
 from asyncrl.buffer.store import Recovered, Store

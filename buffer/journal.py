@@ -31,8 +31,8 @@ from asyncrl.buffer.entries import (
     Published,
     Released,
     Rewound,
+    Stopped,
 )
-from asyncrl.buffer.entries import Stopped as Stopped
 from asyncrl.buffer.intake import Status
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import LedgerError, StoreError

@@ -21,17 +21,16 @@ from asyncrl.buffer.dispatch import (
     State,
     Trained,
 )
+from asyncrl.buffer.room import Key, key_of
 from asyncrl.buffer.saved import (
     FORMAT,
     MAY_DIFFER,
-    Key,
     SavedBatch,
     SavedCursor,
     SavedFacts,
     SavedGroup,
     SavedLease,
     SavedState,
-    key_of,
 )
 from asyncrl.errors import ConfigError, StoreError
 from asyncrl.types import Envelope, GroupId, Prompt, SampleHeader, Version

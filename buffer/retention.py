@@ -18,14 +18,14 @@ from asyncrl.errors import LedgerError
 from asyncrl.types import Version
 
 
-def covered(b: Books, batch: int) -> bool:
-    """Let go of the batches up to this one (see `Ledger.covered`); whether any was kept."""
+def covered(b: Books, batch: int) -> None:
+    """Let go of the batches up to this one (see `Ledger.covered`)."""
     if batch > b.committed:
         raise LedgerError(
             f"a checkpoint that covers batch {batch}, but the last committed is {b.committed}"
         )
     if batch <= b.covered:
-        return False
+        return
     for k in range(b.covered + 1, batch + 1):
         assignment, groups = b.kept.pop(k)
         replay.let_go(b, assignment)
@@ -33,7 +33,6 @@ def covered(b: Books, batch: int) -> bool:
             b.drop_payloads(group)
     b.wake_for_bytes()
     b.covered = batch
-    return True
 
 
 def trained(group: Group) -> bool:
@@ -41,10 +40,10 @@ def trained(group: Group) -> bool:
     return any(dispatch.state is State.TRAINED for dispatch in group.dispatches())
 
 
-def rewind(b: Books, batch: int, incarnation: int) -> bool:
-    """Go back to where `batch` was committed (see `Ledger.rewind`); whether anything changed."""
+def rewind(b: Books, batch: int, incarnation: int) -> None:
+    """Go back to where `batch` was committed (see `Ledger.rewind`)."""
     if (incarnation, batch) == (b.version.incarnation, b.rewound_to) and batch == b.committed:
-        return False  # sent again
+        return  # sent again
     if incarnation <= b.version.incarnation:
         raise LedgerError(
             f"rewind to batch {batch} as incarnation {incarnation}: the last one was "
@@ -66,4 +65,3 @@ def rewind(b: Books, batch: int, incarnation: int) -> bool:
     b.committed = b.rewound_to = batch
     b.last_versions[b.version.incarnation] = b.version.version
     b.version = Version(incarnation, batch // b.rules.batches_per_publication)
-    return True

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.buffer.rules import SAMPLE_OVERHEAD, Rules
-from asyncrl.types import Envelope
+from asyncrl.buffer.rules import Rules
+from asyncrl.types import SAMPLE_OVERHEAD, Envelope
+
+Key = tuple[int, int]
+"""A dispatch, and the sample it brought: number of the lease, index of the sample."""
 
 
 class Room:
@@ -25,7 +28,7 @@ class Room:
         """Of the samples held."""
         self.missing = 0
         """Samples of open groups neither accepted nor given up."""
-        self._holders: dict[tuple[int, int], int] = {}  # (lease, sample) -> how many hold it
+        self._holders: dict[Key, int] = {}  # (lease, sample) -> how many hold it
 
     def takes(self, envelope: Envelope) -> bool:
         """Whether a result is as short as what was set aside for it; always without a limit."""
@@ -34,7 +37,7 @@ class Room:
 
     def hold(self, envelope: Envelope) -> None:
         """Somebody holds the sample (once more)."""
-        key = _key(envelope)
+        key = key_of(envelope)
         holders = self._holders.get(key, 0)
         self._holders[key] = holders + 1
         if not holders:
@@ -42,7 +45,7 @@ class Room:
 
     def release(self, envelope: Envelope) -> None:
         """One of its holders is done with the sample."""
-        key = _key(envelope)
+        key = key_of(envelope)
         holders = self._holders[key] - 1
         if holders:
             self._holders[key] = holders
@@ -52,7 +55,7 @@ class Room:
 
     def shared(self, envelope: Envelope) -> bool:
         """Whether more than one hold it."""
-        return self._holders[_key(envelope)] > 1
+        return self._holders[key_of(envelope)] > 1
 
     @property
     def reserved_bytes(self) -> int:
@@ -81,5 +84,6 @@ class Room:
         return self.used_bytes - freed + r.group_bytes <= r.max_bytes
 
 
-def _key(envelope: Envelope) -> tuple[int, int]:
+def key_of(envelope: Envelope) -> Key:
+    """The key of a sample."""
     return envelope.header.lease, envelope.header.id.sample

@@ -7,7 +7,6 @@ from typing import Literal
 
 from asyncrl import staleness
 from asyncrl.errors import ConfigError
-from asyncrl.types import SAMPLE_OVERHEAD as SAMPLE_OVERHEAD
 
 FailedMember = Literal["shrink", "drop"]
 ReplayBy = Literal["uniform", "advantage", "fresh"]

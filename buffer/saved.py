@@ -25,8 +25,8 @@ from asyncrl.buffer.dispatch import (
     Trained,
 )
 from asyncrl.buffer.order import Order
-from asyncrl.buffer.room import Room
-from asyncrl.types import Envelope, FailureKind, GroupId, SampleHeader, Version
+from asyncrl.buffer.room import Key, Room
+from asyncrl.types import FailureKind, GroupId, SampleHeader, Version
 
 FORMAT = 1
 """Of the state and of the journal's entries; another one is refused."""
@@ -34,9 +34,6 @@ MAY_DIFFER = frozenset(
     ("lease_timeout_s", "max_filtered_in_a_row", "prompts_end", "max_bytes", "bytes_setting")
 )
 """Rules that a restored ledger may have otherwise: they decide nothing that is decided already."""
-
-Key = tuple[int, int]
-"""A dispatch, and the sample it brought: number of the lease, index of the sample."""
 
 _STORED = """version next_batch committed covered rewound_to last_versions last_failure
 attempts_in_vain failed_in_a_row filtered_in_a_row replayed totals lengths next_ordinal next_lease
@@ -59,11 +56,6 @@ KNOWN: dict[type, str] = {
     Place: "batch position ranks",
 }
 """Every attribute of the ledger's records, so that a test notices one that is not considered."""
-
-
-def key_of(envelope: Envelope) -> Key:
-    """The key of a sample."""
-    return envelope.header.lease, envelope.header.id.sample
 
 
 class SavedSample(msgspec.Struct, array_like=True, gc=False):

@@ -14,10 +14,9 @@ from __future__ import annotations
 import struct
 from collections import deque
 
-from asyncrl.buffer.rules import SAMPLE_OVERHEAD
 from asyncrl.buffer.store import Store
 from asyncrl.errors import StoreError
-from asyncrl.types import Envelope, SampleHeader
+from asyncrl.types import SAMPLE_OVERHEAD, Envelope, SampleHeader
 from asyncrl.wire import Frame
 
 COPY_BELOW = 32768

@@ -13,6 +13,7 @@ import msgspec
 from asyncrl.buffer.books import Books
 from asyncrl.buffer.cursor import Cursor
 from asyncrl.buffer.dispatch import RETIRED, BatchAssignment, Group, LeaseRecord, Member
+from asyncrl.buffer.room import key_of
 from asyncrl.buffer.saved import (
     FORMAT,
     SavedBatch,
@@ -24,7 +25,6 @@ from asyncrl.buffer.saved import (
     SavedSample,
     SavedState,
     SavedTrained,
-    key_of,
 )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from asyncrl import wire
 from asyncrl.buffer.client import AsyncBufferClient, BufferClient
+from asyncrl.buffer.connection import RESEND_S
 from asyncrl.types import SampleId, Trajectory, Version
 from tests.buffer.conftest import Running
 from tests.buffer.samples import trajectory
@@ -19,9 +20,18 @@ V0 = Version(0, 0)
 Serve = Callable[..., Running]
 
 
+class Served(Protocol):
+    """Something that has a running buffer."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+
 @contextmanager
-def learner(server: Running, rank: int = 0, run_id: str = "r") -> Iterator[BufferClient]:
-    client = BufferClient(server.endpoint, run_id, "learner", rank)
+def learner(
+    server: Served, rank: int = 0, run_id: str = "r", resend_s: float = RESEND_S
+) -> Iterator[BufferClient]:
+    client = BufferClient(server.endpoint, run_id, "learner", rank, resend_s=resend_s)
     try:
         client.hello()
         yield client
@@ -30,8 +40,10 @@ def learner(server: Running, rank: int = 0, run_id: str = "r") -> Iterator[Buffe
 
 
 @asynccontextmanager
-async def actor(server: Running, rank: int = 0) -> AsyncIterator[AsyncBufferClient]:
-    client = AsyncBufferClient(server.endpoint, "r", "actor", rank)
+async def actor(
+    server: Served, rank: int = 0, resend_s: float = RESEND_S
+) -> AsyncIterator[AsyncBufferClient]:
+    client = AsyncBufferClient(server.endpoint, "r", "actor", rank, resend_s=resend_s)
     try:
         await client.hello()
         yield client

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.rules import SAMPLE_OVERHEAD
 from asyncrl.errors import ConfigError
-from asyncrl.types import Envelope, FailureKind, Version
+from asyncrl.types import SAMPLE_OVERHEAD, Envelope, FailureKind, Version
 from tests.buffer.samples import envelope, header, prompts
 from tests.buffer.walks import Walk, give_all
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import pytest
 import zmq
 
 from asyncrl import wire
-from asyncrl.buffer.client import AsyncBufferClient, BufferClient
+from asyncrl.buffer.client import BufferClient
 from asyncrl.buffer.durable import Durability, Durable, Keeper, open_ledger
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.trajectories import TrajectoryWriter
 from asyncrl.errors import StoreError
 from asyncrl.recording import read_recording
 from asyncrl.types import SAMPLE_OVERHEAD, BatchPart, FailureKind, SampleId, Trajectory, Version
+from tests.buffer import peers
 from tests.buffer.conftest import Running
 from tests.buffer.peers import V0, produce
 from tests.buffer.samples import header, prompts, same_arrays, trajectory
@@ -66,26 +67,6 @@ class Buffer:
             assert error is None
 
 
-@asynccontextmanager
-async def actor_of(server: Buffer) -> AsyncIterator[AsyncBufferClient]:
-    client = AsyncBufferClient(server.endpoint, "r", "actor", 0, resend_s=0.2)
-    try:
-        await client.hello()
-        yield client
-    finally:
-        client.close()
-
-
-@contextmanager
-def learner_of(server: Buffer) -> Iterator[BufferClient]:
-    client = BufferClient(server.endpoint, "r", "learner", 0, resend_s=0.2)
-    try:
-        client.hello()
-        yield client
-    finally:
-        client.close()
-
-
 def within(seconds: float, scenario: Callable[[AsyncExitStack], Coroutine[Any, Any, None]]) -> None:
     """Run it; what it entered is closed whatever happens."""
 
@@ -118,8 +99,8 @@ def test_what_was_acknowledged_is_there_after_a_restart(
     trained: list[SampleId] = []
 
     async def scenario(stack: AsyncExitStack) -> None:
-        actor = await stack.enter_async_context(actor_of(server))
-        rank = stack.enter_context(learner_of(server))
+        actor = await stack.enter_async_context(peers.actor(server, resend_s=0.2))
+        rank = stack.enter_context(peers.learner(server, resend_s=0.2))
         for batch in range(1, 7):
             assert set(await produce(actor, 4, sent)) == {"accepted"}
             if batch % 2:
@@ -154,7 +135,7 @@ def test_leases_whose_answer_was_lost_are_free_again(buffer: Callable[..., Buffe
     server = buffer()
 
     async def scenario(stack: AsyncExitStack) -> None:
-        actor = await stack.enter_async_context(actor_of(server))
+        actor = await stack.enter_async_context(peers.actor(server, resend_s=0.2))
         held = await actor.lease("actor-0", V0, 2, wait_s=0)
         # Leases that the ledger granted and the client never heard of.
         server.close()
@@ -181,11 +162,11 @@ def test_leases_of_an_actor_that_died_with_the_buffer_are_free_again(
     server = buffer()
 
     async def scenario(stack: AsyncExitStack) -> None:
-        former = await stack.enter_async_context(actor_of(server))
+        former = await stack.enter_async_context(peers.actor(server, resend_s=0.2))
         held = await former.lease("actor-0", V0, 4, wait_s=0)
         former.close()
         server.restart()
-        actor = await stack.enter_async_context(actor_of(server))
+        actor = await stack.enter_async_context(peers.actor(server, resend_s=0.2))
         again = await actor.lease("actor-0", V0, 4, wait_s=5)
         wanted = {(x.group, k) for x in held.leases for k in x.samples}
         assert {(x.group, k) for x in again.leases for k in x.samples} == wanted
@@ -215,7 +196,7 @@ def test_a_quarantine_is_told_once(tmp_path: Path) -> None:
 
 def test_a_stop_survives(buffer: Callable[..., Buffer]) -> None:
     server = buffer()
-    with learner_of(server) as rank:
+    with peers.learner(server, resend_s=0.2) as rank:
         rank.stop("enough", evaluate=True)
         server.restart()
         reply = rank.pull(1, wait_s=5)
@@ -254,8 +235,8 @@ def test_a_snapshot_shortens_the_journal(
     sent: dict[SampleId, Trajectory] = {}
 
     async def scenario(stack: AsyncExitStack) -> None:
-        actor = await stack.enter_async_context(actor_of(server))
-        rank = stack.enter_context(learner_of(server))
+        actor = await stack.enter_async_context(peers.actor(server, resend_s=0.2))
+        rank = stack.enter_context(peers.learner(server, resend_s=0.2))
         for batch in range(1, 9):
             await produce(actor, 4, sent)
             part = await asyncio.to_thread(rank.pull, batch, 20)

@@ -17,9 +17,18 @@ from asyncrl.buffer.books import Books
 from asyncrl.buffer.entries import Stopped
 from asyncrl.buffer.journal import Journaled, replay
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.rules import SAMPLE_OVERHEAD, Rules
+from asyncrl.buffer.rules import Rules
 from asyncrl.errors import ConfigError, DataError, StoreError
-from asyncrl.types import Envelope, FailureKind, GroupId, Lease, Prompt, SampleHeader, Version
+from asyncrl.types import (
+    SAMPLE_OVERHEAD,
+    Envelope,
+    FailureKind,
+    GroupId,
+    Lease,
+    Prompt,
+    SampleHeader,
+    Version,
+)
 from tests.buffer.samples import envelope, prompts
 from tests.buffer.test_ledger_machine import LedgerMachine
 from tests.buffer.walks import Walk

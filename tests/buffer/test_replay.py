@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from asyncrl.buffer.dispatch import BatchAssignment, Trained
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.replay import draw
-from asyncrl.buffer.rules import SAMPLE_OVERHEAD
 from asyncrl.errors import ConfigError, LedgerError
-from asyncrl.types import Envelope, GroupId, Version
+from asyncrl.types import SAMPLE_OVERHEAD, Envelope, GroupId, Version
 from tests.buffer.samples import envelope, prompts
 from tests.buffer.walks import Walk, give_all
 
