@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 CONFIG ?= quickstart
 ARGS ?=
-BENCH ?= startup async_vs_sync peers buffer
+BENCH ?= startup async_vs_sync peers buffer learner
 
 .PHONY: help run install install-dev bench-install bench test lint soak clean
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 
 from asyncrl.buffer.dispatch import HELD, TERMS, Dispatch, State
+
+_state = attrgetter("state")
 
 
 class Census:
@@ -84,7 +87,7 @@ class Census:
 
     def conserved(self) -> bool:
         """Whether both ways of counting agree, with each other and with `dispatched`."""
-        walked = Counter(d.state for d in self._live) + self._retired
+        walked = Counter(map(_state, self._live)) + self._retired
         agree = all(walked[s] == self.by_state[s] for s in State)
         ended = not any(self._retired[s] for s in HELD)
         return agree and ended and walked.total() == self.dispatched

@@ -15,31 +15,33 @@ Estimator = Literal["grpo", "dr_grpo", "rloo"]
 Floats64 = npt.NDArray[np.float64]
 
 STD_EPS = 1e-6
-"""Added to the group's standard deviation."""
+"""Added to the standard deviation of a group, or of a batch (`returns.whiten`)."""
 
 
 def batch_advantages(
-    manifest: Sequence[SampleHeader], kept: Iterable[int], estimator: Estimator
+    rewards: Floats64,
+    manifest: Sequence[SampleHeader],
+    kept: Iterable[int],
+    estimator: Estimator,
 ) -> npt.NDArray[np.float32]:
     """Advantage of each sample of the manifest, [len(manifest)]; 0 for those not in `kept`.
 
     A group is what is kept of it: a dropped sample is no baseline for the others.
 
+    Args:
+        rewards: [len(manifest)] from `shaping.shaped_rewards`.
+        manifest: the samples of the batch.
+        kept: indexes into the manifest of those that are trained.
+        estimator: see `group_advantages`.
+
     Raises:
         DataError: a kept reward is not finite.
     """
-    groups: dict[GroupId, list[int]] = {}
-    for i in kept:
-        if not np.isfinite(manifest[i].reward):
-            raise DataError(
-                f"reward of sample {tuple(manifest[i].id)} is {manifest[i].reward}: "
-                "a reward must return a finite number"
-            )
-        groups.setdefault(manifest[i].id.group, []).append(i)
+    groups = by_group(manifest, kept)
     out = np.zeros(len(manifest), np.float32)
     for members in groups.values():
-        rewards = np.array([manifest[i].reward for i in members], np.float64)
-        out[members] = group_advantages(rewards, estimator)
+        check_finite(rewards, manifest, members)
+        out[members] = group_advantages(rewards[members], estimator)
     return out
 
 
@@ -64,3 +66,25 @@ def group_advantages(rewards: Floats64, estimator: Estimator) -> Floats64:
     if estimator == "rloo":
         return centred * (n / (n - 1))
     return centred
+
+
+def by_group(manifest: Sequence[SampleHeader], which: Iterable[int]) -> dict[GroupId, list[int]]:
+    """The indexes of `which`, in their order, by the group that the sample belongs to."""
+    groups: dict[GroupId, list[int]] = {}
+    for i in which:
+        groups.setdefault(manifest[i].id.group, []).append(i)
+    return groups
+
+
+def check_finite(rewards: Floats64, manifest: Sequence[SampleHeader], which: Iterable[int]) -> None:
+    """Refuse rewards [len(manifest)] that are not finite.
+
+    Raises:
+        DataError: naming the first sample of `which` with such a reward.
+    """
+    for i in which:
+        if not np.isfinite(rewards[i]):
+            raise DataError(
+                f"reward of sample {tuple(manifest[i].id)} is {rewards[i]}: "
+                "a reward must return a finite number"
+            )

@@ -1,4 +1,7 @@
-"""Attention within the segments of a pack, registered with transformers as "asyncrl_packed".
+"""Attention within the segments of a pack, registered with transformers under two names.
+
+    NAME          segment by segment with torch's own attention, anywhere
+    FLASH_NAME    the whole pack in one call of a CUDA kernel (flash.py)
 
 Linear layers, norms and rotary embeddings run over the whole pack [1, S]; attention runs segment
 by segment, so that no token sees another sequence. The layout travels as a keyword argument
@@ -17,6 +20,7 @@ Axis letters: S tokens of a pack, H query heads, K key-value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,10 +29,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from asyncrl.errors import ModelError
+from asyncrl.learner.flash import FlashPlan, flash_attention
 from asyncrl.learner.packing import Segment
 
 NAME = "asyncrl_packed"
 """Pass as `attn_implementation` to transformers."""
+
+FLASH_NAME = "asyncrl_packed_varlen"
+"""The same where `use_flash` allows it. (With "flash" in it transformers wants its own kernels.)"""
 
 LAYOUT = "asyncrl_layout"
 """Keyword argument of the model's forward that carries the `PackLayout`."""
@@ -47,6 +55,11 @@ class PackLayout:
         self.segments = tuple(segments)
         self.device = torch.device(device)
         self._masks: dict[tuple[object, ...], Tensor] = {}
+
+    @cached_property
+    def flash_plan(self) -> FlashPlan:
+        """What the flash kernel has to know of the pack."""
+        return FlashPlan.of(self.segments, self.device)
 
     def block_mask(self, s: Segment, window: int | None) -> Tensor:
         """[S, C + S] boolean mask of a whole segment over prefix and segment."""
@@ -132,6 +145,23 @@ def packed_attention(
         attend = _block if as_block(s) else _split
         out += attend(q, k, v, s, layout, sliding_window, scale)
     return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+def packed_flash_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The same as `packed_attention`, by the flash kernel."""
+    layout = _checked_layout(module, attention_mask, dropout, sliding_window, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return flash_attention(query, key, value, layout.flash_plan, sliding_window, scale), None
 
 
 def _block(
@@ -247,3 +277,4 @@ def _checked_layout(
 
 
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(FLASH_NAME, packed_flash_attention)

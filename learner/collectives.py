@@ -1,11 +1,15 @@
-"""Two small gathers over the learner's ranks: tensors only, never objects."""
+"""Small gathers and sums over the learner's ranks: tensors only, never objects."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T", np.int64, np.float64)
 
 
 def gather_counts(counts: list[int], device: torch.device) -> npt.NDArray[np.int64]:
@@ -25,3 +29,10 @@ def gather_rows(rows: npt.NDArray[np.float32], device: torch.device) -> npt.NDAr
     dist.all_gather(out, padded)
     parts = [t[:n].cpu().numpy() for t, n in zip(out, sizes, strict=True)]
     return np.concatenate(parts)
+
+
+def sum_over_ranks(values: npt.NDArray[T], device: torch.device) -> npt.NDArray[T]:
+    """The sum of every rank's array, of any one shape; float64 or int64."""
+    total = torch.from_numpy(values).to(device)
+    dist.all_reduce(total)
+    return total.cpu().numpy()

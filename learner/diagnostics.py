@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.learner.corrections import LOG_RATIO_CLAMP, k3, weight_statistics
+from asyncrl.learner.critic_loss import explained_variance
 from asyncrl.staleness import sample_staleness
 from asyncrl.types import FinishReason, SampleHeader, Version
 
@@ -51,40 +52,66 @@ def replay_metrics(headers: Sequence[SampleHeader], version: Version) -> tuple[M
     return metrics, {"replay/staleness": _integers(heads)}
 
 
-def token_metrics(table: npt.NDArray[np.float32], truncate: float | None) -> tuple[Metrics, Hist]:
-    """Importance weights, KL and token staleness from the table of all ranks.
+def token_metrics(table: Mapping[str, npt.NDArray[np.float32]]) -> tuple[Metrics, Hist]:
+    """Importance weights, KL, values and token staleness from the table of all ranks.
 
-    `table` has the columns of `Microbatch.table`. Mismatch (engine against learner at the same
+    `table` has the columns of `microbatch.COLUMNS`. Mismatch (engine against learner at the same
     version) and drift (older versions) are two metrics; one without tokens is left out. Importance
     weights and KL are of all tokens of the loss, `staleness/token` of the fresh ones alone.
     """
     metrics: Metrics = {}
     hist: Hist = {}
-    if not len(table):
-        return metrics, hist
-    log_mu, prox, entropy, staleness, own, replayed = table.astype(np.float64).T
-    log_weight = prox - log_mu
-    if not np.isfinite(log_weight).all():
+    columns = {name: column.astype(np.float64) for name, column in table.items()}
+    log_weight = columns["start"] - columns["log_mu"]
+    if not len(log_weight) or not np.isfinite(log_weight).all():
         return metrics, hist  # the policy itself is broken: the gradient check reports it
-    metrics |= {f"is/{k}": v for k, v in weight_statistics(log_weight, truncate).items()}
+    used, kept, staleness = columns["used"], columns["kept"] > 0, columns["staleness"]
+    lowered = columns["lowered"] > 0
+    of_all = weight_statistics(log_weight, used, kept, lowered)
+    metrics |= {f"is/{k}": v for k, v in of_all.items()}
     for k in np.unique(staleness).astype(int):
-        at_k = weight_statistics(log_weight[staleness == k], truncate)
-        for name in ("ess_frac", "clip_frac"):
-            metrics[f"is/by_staleness/{k}/{name}"] = at_k[name]
-        metrics[f"is/by_staleness/{k}/count"] = float(np.sum(staleness == k))
-    own_version = own > 0
+        at_k = staleness == k
+        of_k = weight_statistics(log_weight[at_k], used[at_k], kept[at_k], lowered[at_k])
+        for name in ("ess_frac", "clip_frac", "mask_frac"):
+            metrics[f"is/by_staleness/{k}/{name}"] = of_k[name]
+        metrics[f"is/by_staleness/{k}/count"] = float(at_k.sum())
+    metrics |= _divergences(columns, log_weight)
+    metrics |= _value_metrics(columns)
+    metrics["loss/entropy"] = float(columns["entropy"].mean())
+    if len(fresh := staleness[columns["replayed"] == 0]):
+        metrics |= _stats("staleness/token", fresh)
+        hist["staleness/token"] = _integers(fresh)
+    raw = np.exp(np.clip(log_weight, -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
+    hist["is/ratio_raw"], hist["is/ratio_used"] = _ratios(raw), _ratios(used)
+    return metrics, hist
+
+
+def _divergences(
+    columns: Mapping[str, npt.NDArray[np.float64]], log_weight: npt.NDArray[np.float64]
+) -> Metrics:
+    metrics: Metrics = {}
+    own_version = columns["own"] > 0
     if own_version.any():
         metrics["kl/mismatch_k3"] = k3(log_weight[own_version])
     if not own_version.all():
         metrics["kl/drift_k3"] = k3(log_weight[~own_version])
-    metrics["loss/entropy"] = float(entropy.mean())
-    if len(fresh := staleness[replayed == 0]):
-        metrics |= _stats("staleness/token", fresh)
-        hist["staleness/token"] = _integers(fresh)
-    raw = np.exp(np.clip(log_weight, -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
-    used = raw if truncate is None else np.minimum(raw, truncate)
-    hist["is/ratio_raw"], hist["is/ratio_used"] = _ratios(raw), _ratios(used)
-    return metrics, hist
+    known = np.isfinite(columns["log_ref"])
+    if known.any():
+        metrics["kl/ref_k3"] = k3((columns["log_ref"] - columns["start"])[known])
+    return metrics
+
+
+def _value_metrics(columns: Mapping[str, npt.NDArray[np.float64]]) -> Metrics:
+    """How well the critic's values before the update foretold their targets."""
+    value, target = columns["value"], columns["target"]
+    known = np.isfinite(target)
+    if not known.any():
+        return {}
+    return {
+        "value/mean": float(value[known].mean()),
+        "value/target": float(target[known].mean()),
+        "value/explained_variance": explained_variance(value[known], target[known]),
+    }
 
 
 def _stats(name: str, values: npt.NDArray[np.generic]) -> Metrics:

@@ -1,6 +1,10 @@
-"""Log-probabilities of the sampled tokens of a pack, without float32 copies of the logits.
+"""From a pack to the log-probabilities of its sampled tokens: trunk, chosen rows, chunked head.
 
-Axis letters: S tokens of a pack, R predicting positions, N tokens that carry loss, V vocabulary.
+The head of a Hugging Face model is not called, since it would make the logits whole. What it does
+is read from its configuration (`head_spec`) and compared with the model itself once (`check_head`).
+
+Axis letters: S tokens of a pack, R predicting positions, H hidden size, V vocabulary, N tokens
+that carry loss.
 """
 
 from __future__ import annotations
@@ -11,14 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrl.errors import ModelError
 from asyncrl.learner.attention import LAYOUT, PackLayout
-from asyncrl.learner.packing import Pack
-
-_CHUNK_ELEMENTS = 1 << 20
-"""Logits taken to float32 at once on the CPU (they stay in the cache)."""
-
-_CHUNK_ELEMENTS_GPU = 1 << 26
-"""The same on a GPU, where a call costs more than memory traffic."""
+from asyncrl.learner.head import head_logprobs
+from asyncrl.learner.packing import Pack, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,80 +51,133 @@ class PackTensors:
         )
 
 
-def pack_logprobs(model: nn.Module, pack: PackTensors) -> tuple[Tensor, Tensor]:
-    """Log-probability [N] of each token that carries loss, and entropy [N] of its distribution.
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """How a model makes logits of its last hidden state; see `head_logprobs`."""
 
-    Both in nats, float32, at the sampling temperature. The model's own head makes the logits
-    (soft caps and scalings stay as they are), for the predicting positions alone. The entropy
-    carries no gradient.
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    softcap: float | None
+    scale: float
+    vocab: int
+    """Tokens of the softmax; further rows of the weight are padding."""
+
+
+def head_spec(model: Any) -> HeadSpec:
+    """The head of a Hugging Face causal LM, with its weight as it is at this moment.
+
+    Under FSDP, call it in the forward of the root, where the weight is whole.
+
+    Raises:
+        ModelError: the head is no plain linear layer.
     """
-    output = model(
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"the head of {type(model).__name__} is a {type(head).__name__}, but only a plain "
+            "linear layer can be trained (with LoRA: leave the head out of learner.lora.targets)"
+        )
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    return HeadSpec(
+        weight=head.weight,
+        bias=head.bias,
+        softcap=getattr(config, "final_logit_softcapping", None),  # Gemma
+        scale=scale / (getattr(config, "logits_scaling", None) or 1.0),  # Granite
+        vocab=min(config.vocab_size, len(head.weight)),
+    )
+
+
+def trunk_of(model: Any) -> Any:
+    """The part of a Hugging Face causal LM that ends with its last hidden state.
+
+    Raises:
+        ModelError: the model has no such part.
+    """
+    trunk = model.get_decoder()
+    if trunk is model:
+        raise ModelError(f"{type(model).__name__} has no trunk apart from its head")
+    return trunk
+
+
+def pack_scores(trunk: Any, head: HeadSpec, pack: PackTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability [N] and entropy [N] of each token, and hidden states [R, H] of `pack.rows`.
+
+    In nats, float32, at the sampling temperature; all three differentiable. The hidden states are
+    in the trunk's type.
+    """
+    output = trunk(
         input_ids=pack.input_ids[None],
         position_ids=pack.position_ids[None],
-        logits_to_keep=pack.rows,
         use_cache=False,
         **{LAYOUT: pack.layout},
     )
-    return token_logprobs(output.logits[0], pack.row_temperature, pack.row, pack.target)
+    # Not by [rows]: the gradient of an index_select is the cheaper one.
+    hidden = output.last_hidden_state[0].index_select(0, pack.rows)
+    logprobs, entropy = head_logprobs(
+        hidden,
+        head.weight,
+        head.bias,
+        pack.row_temperature,
+        pack.row,
+        pack.target,
+        softcap=head.softcap,
+        scale=head.scale,
+        vocab=head.vocab,
+    )
+    return logprobs, entropy, hidden
 
 
-def token_logprobs(
-    logits: Tensor, temperature: Tensor, row: Tensor, target: Tensor
-) -> tuple[Tensor, Tensor]:
-    """log softmax(logits[row] / temperature[row])[target] and the entropy of that distribution.
+_PROBE_TOKENS = 8
+_PROBE_TARGETS = 64
+_PROBE_TOLERANCE = 1e-4
 
-    logits [R, V] in any float type, temperature [R], row and target [N]; returns two [N] in
-    float32. The softmax is in float32, in chunks of rows.
+
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Compare `pack_scores` with the logits of the model itself on a few random tokens.
+
+    So that a scaling of logits this module does not know is an error and never a wrong gradient.
+    The model must be whole (before sharding) and in float32.
+
+    Raises:
+        ModelError: they differ by more than 1e-4 nats, or the model's logits are not finite.
     """
-    out = _TokenLogprobs.apply(logits, temperature, row, target)  # type: ignore[no-untyped-call]
-    return out[0], out[1]
+    spec = head_spec(model)
+    pack = _probe(spec)
+    output = model(
+        input_ids=pack.input_ids[None],
+        position_ids=pack.position_ids[None],
+        use_cache=False,
+        **{LAYOUT: pack.layout},
+    )
+    full = torch.log_softmax(output.logits[0, :, : spec.vocab].float(), dim=-1)
+    logprobs, entropy, _ = pack_scores(trunk_of(model), spec, pack)
+    difference = max(
+        (logprobs - full[pack.row, pack.target]).abs().max().item(),
+        (entropy + (full.exp() * full).sum(dim=-1)[pack.row]).abs().max().item(),
+    )
+    if not difference <= _PROBE_TOLERANCE:  # so that NaN is refused too
+        raise ModelError(
+            f"{type(model).__name__} makes its logits in a way that is not supported: log-"
+            f"probabilities from its last hidden states are off by {difference:.2g} (scale "
+            f"{spec.scale:g}, soft cap {spec.softcap}): use a model whose head is linear"
+        )
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits as the model made them; the backward pass recomputes the softmax."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, temperature: Tensor, row: Tensor, target: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        logsumexp = logits.new_empty(len(logits), dtype=torch.float32)
-        entropy = torch.empty_like(logsumexp)
-        for part in _chunks(logits):
-            scaled = logits[part].to(torch.float32, copy=True).div_(temperature[part, None])
-            top = scaled.amax(dim=-1, keepdim=True)
-            scaled -= top
-            weights = scaled.exp()
-            total = weights.sum(dim=-1)
-            # H = log Z - sum_v p_v z_v, with z shifted by its maximum
-            entropy[part] = total.log() - (weights.mul_(scaled)).sum(dim=-1) / total
-            logsumexp[part] = total.log() + top[:, 0]
-        chosen = logits[row, target].float() / temperature[row]
-        ctx.save_for_backward(logits, temperature, row, target, logsumexp)
-        per_token = entropy[row]
-        ctx.mark_non_differentiable(per_token)
-        return chosen - logsumexp[row], per_token
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, temperature, row, target, logsumexp = ctx.saved_tensors
-        grad = grads[0] / temperature[row]
-        per_row = torch.zeros_like(logsumexp).index_add_(0, row, grad)
-        out = torch.empty_like(logits)
-        for part in _chunks(logits):
-            scaled = logits[part].to(torch.float32, copy=True).div_(temperature[part, None])
-            weights = scaled.sub_(logsumexp[part, None]).exp_()
-            out[part] = weights.mul_(-per_row[part, None])
-        # In float32 before rounding: the chosen entry is the sum of both terms.
-        keys, inverse = torch.unique(row * logits.shape[1] + target, return_inverse=True)
-        total = grad.new_zeros(len(keys)).index_add_(0, inverse, grad)
-        key_row, key_target = keys // logits.shape[1], keys % logits.shape[1]
-        exponent = logits[key_row, key_target].float() / temperature[key_row]
-        chosen = total - (exponent - logsumexp[key_row]).exp() * per_row[key_row]
-        out[key_row, key_target] = chosen.to(out.dtype)
-        return out, None, None, None
-
-
-def _chunks(logits: Tensor) -> list[slice]:
-    elements = _CHUNK_ELEMENTS if logits.device.type == "cpu" else _CHUNK_ELEMENTS_GPU
-    step = max(1, elements // max(1, logits.shape[1]))
-    return [slice(a, a + step) for a in range(0, len(logits), step)]
+def _probe(head: HeadSpec) -> PackTensors:
+    """One sequence of random tokens; each position predicts many."""
+    device, random = head.weight.device, torch.Generator().manual_seed(0)
+    size = (_PROBE_TOKENS * (_PROBE_TARGETS + 1),)
+    ids = torch.randint(head.vocab, size, generator=random).to(device)
+    rows = torch.arange(_PROBE_TOKENS, device=device)
+    return PackTensors(
+        input_ids=ids[:_PROBE_TOKENS],
+        position_ids=rows,
+        layout=PackLayout([Segment(0, 0, _PROBE_TOKENS, ())], device),
+        rows=rows,
+        row_temperature=torch.ones(_PROBE_TOKENS, device=device),
+        row=rows.repeat_interleave(_PROBE_TARGETS),
+        target=ids[_PROBE_TOKENS:],
+    )

@@ -1,83 +1,244 @@
-"""Policy losses and their aggregation over a batch.
+"""Policy losses, each a pure function of flat tokens.
 
-A loss is a sum over tokens with coefficients fixed by the whole batch, so that it does not matter
-how the batch is cut into packs, microbatches and ranks: the parts add up.
+    loss of a microbatch = - sum over tokens of coefficient * weight * kept * surrogate
+
+with the coefficient from learner/aggregation.py and weight and kept from learner/corrections.py.
+mu is the engine at the moment of sampling, prox the policy before the update, theta the one being
+trained; r = pi_theta/pi_prox, rho = pi_theta/mu, A the advantage, sg stops the gradient.
+
+Everything is per token, [N], logs in nats. Ratios are float64: beside the model it costs nothing,
+and it keeps sums independent of the way a batch is cut. A token that does not count must come with
+finite numbers and coefficient 0.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.learner.corrections import exp_clamped
+from asyncrl.config.learning import DEFAULT_CAP, LossConfig
+from asyncrl.learner.corrections import exp_clamped, log_ratio
+from asyncrl.learner.segments import segment_count, segment_mean
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean"]
+Divergence = Literal["tv", "kl"]
 
 
-def token_coefficients(
-    aggregation: Aggregation,
-    sample: npt.NDArray[np.int64],
-    counted: npt.NDArray[np.bool_],
-    batch_tokens: int,
-    batch_sequences: int,
-) -> npt.NDArray[np.float32]:
-    """What each token's loss is multiplied by, [N].
+class Term(NamedTuple):
+    """What a policy loss says of each token."""
 
-    * token-mean: 1 / tokens of the batch (DAPO, arXiv 2503.14476);
-    * seq-mean-token-mean: 1 / (sequences of the batch * tokens of the sequence) (GRPO).
+    surrogate: Tensor
+    """[N] float64, to be maximised; its gradient is the loss's meaning, not always its value."""
+    clipped: Tensor
+    """[N] bool: True where a clip, cap or mask of the loss decides the surrogate."""
+
+
+def policy_term(
+    config: LossConfig,
+    theta: Tensor,
+    prox: Tensor,
+    mu: Tensor,
+    advantage: Tensor,
+    sample: Tensor,
+    counted: Tensor,
+) -> Term:
+    """The loss that the configuration names.
 
     Args:
-        aggregation: which of them.
-        sample: [N] sample of each token; all tokens of a sample must be present.
-        counted: [N] False where a token leaves the loss and the denominator.
-        batch_tokens: counted tokens of the batch, over all ranks.
-        batch_sequences: samples of the batch with a counted token, over all ranks.
+        config: `learner.loss`.
+        theta: [N] log pi_theta, with gradient.
+        prox: [N] log pi_prox.
+        mu: [N] log mu; where it is missing, log pi_prox.
+        advantage: [N] A.
+        sample: [N] int64 sequence number of each token.
+        counted: [N] bool, False where a token carries no loss.
     """
-    if aggregation == "token-mean":
-        return np.where(counted, 1.0 / max(1, batch_tokens), 0.0).astype(np.float32)
-    lengths = np.bincount(sample[counted], minlength=int(sample.max(initial=-1)) + 1)
-    per_token = 1.0 / (max(1, batch_sequences) * np.maximum(1, lengths))
-    return np.where(counted, per_token[sample], 0.0).astype(np.float32)
+    low, high = config.clips
+    match config.policy:
+        case "ppo":
+            return ppo(theta, prox, advantage, low, high, config.dual_clip)
+        case "gspo":
+            return gspo(theta, prox, advantage, sample, counted, low, high)
+        case "cispo":
+            return cispo(theta, prox, advantage, low, high)
+        case "aipo":
+            return aipo(theta, mu, advantage, DEFAULT_CAP if config.cap is None else config.cap)
+        case "topr":
+            return topr(theta, mu, advantage)
+        case "dppo-tv":
+            return dppo(theta, mu, advantage, low, high, "tv")
+        case "dppo-kl":
+            return dppo(theta, mu, advantage, low, high, "kl")
+        case "reinforce":
+            return reinforce(theta, advantage)
 
 
-def decoupled_ppo(
-    logprobs: Tensor,
+def ppo(
+    theta: Tensor,
     prox: Tensor,
-    weight: Tensor,
     advantage: Tensor,
-    coefficient: Tensor,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """-sum c w min(r A, clip(r, 1 - e, 1 + e_hi) A), r = pi_theta / pi_prox.
+) -> Term:
+    """min(r A, clip(r, 1 - e, 1 + e_hi) A) (arXiv 1707.06347; asymmetric: 2503.14476).
 
-    Decoupled PPO (AReaL, arXiv 2505.24298) with asymmetric clip (2503.14476) and, if given, the
-    dual clip that bounds the surrogate of negative advantages below by c A (1912.09729).
+    With the weight sg(pi_prox/mu) in front this is decoupled PPO (AReaL, arXiv 2505.24298).
 
     Args:
-        logprobs: [N] log pi_theta, with gradient.
+        theta: [N] log pi_theta, with gradient.
         prox: [N] log pi_prox.
-        weight: [N] behaviour weight, without gradient.
         advantage: [N] A.
-        coefficient: [N] from `token_coefficients`; tokens with 0 have no influence.
         clip_low: e.
         clip_high: e_hi.
-        dual_clip: c, above 1.
-
-    Returns:
-        The loss, and [N] booleans: True where a clip decides the token's surrogate.
+        dual_clip: c, above 1: the surrogate of A < 0 is at least c A (arXiv 1912.09729).
     """
-    ratio = exp_clamped(logprobs - prox.detach())
+    ratio = exp_clamped(log_ratio(theta, prox.detach()))
     plain = ratio * advantage
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
-    surrogate = torch.minimum(plain, clipped)
+    surrogate = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
     if dual_clip is not None:
         bounded = torch.maximum(surrogate, dual_clip * advantage)
         surrogate = torch.where(advantage < 0, bounded, surrogate)
-    loss = -(coefficient * weight.detach() * surrogate).sum()
-    return loss, (surrogate != plain).detach()
+    return Term(surrogate, (surrogate != plain).detach())
+
+
+def gspo(
+    theta: Tensor,
+    prox: Tensor,
+    advantage: Tensor,
+    sample: Tensor,
+    counted: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> Term:
+    """min(s A, clip(s, 1 - e, 1 + e_hi) A), s = exp(mean over the sequence of log r).
+
+    Every token carries its sequence's term, so that the mean over tokens, then over sequences, is
+    the mean of the paper (arXiv 2507.18071).
+
+    Args:
+        theta: [N] log pi_theta, with gradient.
+        prox: [N] log pi_prox.
+        advantage: [N] A, the same for all tokens of a sequence.
+        sample: [N] int64 sequence number of each token.
+        counted: [N] bool; the mean is over the counted tokens.
+        clip_low: e.
+        clip_high: e_hi.
+    """
+    per_token = log_ratio(theta, prox.detach())
+    mean = segment_mean(per_token, counted, sample, segment_count(sample))
+    ratio = exp_clamped(mean)[sample]
+    plain = ratio * advantage
+    surrogate = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    return Term(surrogate, (surrogate != plain).detach())
+
+
+def cispo(
+    theta: Tensor, prox: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+) -> Term:
+    """sg(clip(r, 1 - e, 1 + e_hi)) A log pi_theta (arXiv 2506.13585).
+
+    The clip bounds the weight and leaves no token without gradient. With e >= 1, as in the paper,
+    there is no lower bound.
+
+    Args:
+        theta: [N] log pi_theta, with gradient.
+        prox: [N] log pi_prox.
+        advantage: [N] A.
+        clip_low: e.
+        clip_high: e_hi.
+    """
+    ratio = exp_clamped(log_ratio(theta, prox).detach())
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return Term(weight * advantage * theta, weight != ratio)
+
+
+def aipo(theta: Tensor, mu: Tensor, advantage: Tensor, cap: float) -> Term:
+    """sg(min(rho, C)) A log pi_theta (LlamaRL, arXiv 2505.24034).
+
+    Args:
+        theta: [N] log pi_theta, with gradient.
+        mu: [N] log mu.
+        advantage: [N] A.
+        cap: C.
+    """
+    rho = exp_clamped(log_ratio(theta, mu).detach())
+    return Term(rho.clamp(max=cap) * advantage * theta, rho > cap)
+
+
+def topr(theta: Tensor, mu: Tensor, advantage: Tensor) -> Term:
+    """A log pi_theta, times sg(min(rho, 1)) where A < 0 (tapered, arXiv 2503.14286).
+
+    The paper's rho is that of the whole response; here, as for every loss but GSPO, it is the
+    token's, which does not vanish with length.
+
+    Args:
+        theta: [N] log pi_theta, with gradient.
+        mu: [N] log mu.
+        advantage: [N] A.
+    """
+    rho = exp_clamped(log_ratio(theta, mu).detach())
+    negative = advantage < 0
+    weight = torch.where(negative, rho.clamp(max=1.0), 1.0)
+    return Term(weight * advantage * theta, negative & (rho > 1))
+
+
+def reinforce(theta: Tensor, advantage: Tensor) -> Term:
+    """A log pi_theta: no ratio, so only the behaviour weight corrects for mu.
+
+    Args:
+        theta: [N] log pi_theta, with gradient.
+        advantage: [N] A.
+    """
+    return Term(advantage * theta.double(), torch.zeros_like(advantage, dtype=torch.bool))
+
+
+def dppo(
+    theta: Tensor,
+    mu: Tensor,
+    advantage: Tensor,
+    low: float,
+    high: float,
+    divergence: Divergence = "tv",
+) -> Term:
+    """rho A, without the tokens that already moved too far in A's direction (arXiv 2602.04879).
+
+    Too far is A > 0, rho > 1 and D > high, or A < 0, rho < 1 and D > low, with D the divergence
+    of `two_way_divergence`: a rare token's ratio may be large while its probability hardly moved.
+
+    Args:
+        theta: [N] log pi_theta, with gradient.
+        mu: [N] log mu.
+        advantage: [N] A.
+        low: largest divergence where A < 0.
+        high: largest divergence where A > 0.
+        divergence: which one.
+    """
+    log_rho = log_ratio(theta, mu.detach())
+    moved = two_way_divergence(theta, mu, divergence)
+    up = (advantage > 0) & (log_rho > 0) & (moved > high)
+    down = (advantage < 0) & (log_rho < 0) & (moved > low)
+    masked = up | down
+    return Term(torch.where(masked, 0.0, exp_clamped(log_rho) * advantage), masked)
+
+
+@torch.no_grad()
+def two_way_divergence(theta: Tensor, mu: Tensor, divergence: Divergence) -> Tensor:
+    """Divergence of the distributions over {the sampled token, any other}, [N] float64.
+
+    * tv: total variation, |mu - pi_theta| of the token;
+    * kl: KL(mu || pi_theta).
+
+    Args:
+        theta: [N] log pi_theta.
+        mu: [N] log mu.
+        divergence: which one.
+    """
+    log_q, log_p = theta.double(), mu.double()
+    if divergence == "tv":
+        return (log_p.exp() - log_q.exp()).abs()
+    rest_p, rest_q = ((-torch.expm1(x)).clamp(min=0) for x in (log_p, log_q))
+    # xlogy(0, 0) = 0: nothing is left over where a token has probability 1
+    of_rest = torch.xlogy(rest_p, rest_p) - torch.xlogy(rest_p, rest_q)
+    return log_p.exp() * (log_p - log_q) + of_rest

@@ -1,4 +1,4 @@
-"""From a rank's samples to microbatches on the device, with all that the loss needs per token."""
+"""One pack on the device with all that the loss needs per token, before and after a first pass."""
 
 from __future__ import annotations
 
@@ -10,140 +10,109 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.config.schema import LearnerConfig
 from asyncrl.learner.logprobs import PackTensors
-from asyncrl.learner.losses import token_coefficients
-from asyncrl.learner.packing import Pack, dummy_pack, make_packs
+from asyncrl.learner.packing import Pack, dummy_pack
+from asyncrl.learner.samples import Bools, LocalSamples
 from asyncrl.staleness import token_staleness
-from asyncrl.types import Trajectory, Version
+from asyncrl.types import Version
 
-Bools = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class LocalSamples:
-    """The samples that a rank trains of a batch, with their advantages."""
-
-    samples: list[Trajectory]
-    advantage: npt.NDArray[np.float32]
-    """[len(samples)]"""
-    replayed: Bools
-    """[len(samples)] True for samples that an earlier batch trained."""
-
-    def counts(self) -> tuple[int, int, int]:
-        """Tokens that carry loss and count, tokens whose log mu is missing, samples that count."""
-        finite = [
-            int(np.isfinite(t.behaviour_logprobs[t.loss_mask != 0]).sum()) for t in self.samples
-        ]
-        tokens = [int(np.count_nonzero(t.loss_mask)) for t in self.samples]
-        return sum(finite), sum(tokens) - sum(finite), sum(n > 0 for n in finite)
-
-    def split(self) -> tuple[list[int], list[int]]:
-        """Samples that carry a gradient, and samples that are only looked at.
-
-        An advantage of exactly 0 (a group whose rewards are all equal) makes the policy's
-        gradient exactly 0, so its backward pass, two thirds of the work, is left out.
-        """
-        usable = [
-            i
-            for i, t in enumerate(self.samples)
-            if np.isfinite(t.behaviour_logprobs[t.loss_mask != 0]).any()
-        ]
-        trained = [i for i in usable if self.advantage[i] != 0]
-        return trained, [i for i in usable if self.advantage[i] == 0]
+COLUMNS = (
+    "log_mu", "start", "entropy", "staleness", "own", "replayed", "used", "kept", "lowered",
+    "log_ref", "value", "target",
+)  # fmt: skip
+"""What `Microbatch.table` says of each token; NaN where a run has no such quantity."""
 
 
 @dataclass(slots=True)
 class Microbatch:
-    """One pack on the device. Shapes [N] over its tokens that carry loss."""
+    """One forward pass. Shapes [N] over its tokens that carry loss."""
 
     tensors: PackTensors
-    advantage: Tensor
-    coefficient: Tensor
-    """0 where the token does not count."""
-    behaviour: Tensor
-    """log mu; NaN or infinite where missing."""
-    counted: Bools
-    log_mu: npt.NDArray[np.float32]
-    staleness: npt.NDArray[np.int64]
+    sample: Tensor
+    """[N] which of the rank's samples the token belongs to."""
+    numbers: npt.NDArray[np.int64]
+    """The same, on the host."""
+    counted: Tensor
+    """False where log mu is missing: the token leaves loss and denominator."""
+    mu: Tensor
+    """log mu; log pi_start where it is missing, once that is known."""
+    staleness: Tensor
     """V - v of each token, cut off at 0."""
     own_version: Bools
     """True where the token was sampled by exactly the learner's version."""
     replayed: Bools
     """True where the token's sample was trained before."""
-    prox: Tensor | None = None
-    """log pi_prox, once known."""
+    coefficient: Tensor
+    """Of the token in the loss; 0 where it does not count."""
+    policy_coefficient: Tensor
+    """The same for the policy's term: another one with `learner.loss.denominator: kept`."""
+    advantage: Tensor
+    allowed: Tensor
+    """False where a mask over the whole batch (M2PO) leaves the token out."""
+    start: Tensor | None = None
+    """log pi before the update, once known."""
     entropy: Tensor | None = None
-    """Entropy of the policy at the token, at prox."""
+    """Entropy of that policy at the token."""
+    values: Tensor | None = None
+    """The critic's values before the update."""
+    targets: Tensor | None = None
+    """What they should have been."""
+    reference: Tensor | None = None
+    """log pi_ref."""
+    used: Tensor | None = None
+    """Behaviour weight in the first pass that trained."""
+    kept: Tensor | None = None
+    """False where a mask left the token out in that pass."""
+    lowered: Tensor | None = None
+    """True where its weight was truncated."""
 
-    def present_behaviour(self) -> Tensor:
-        """log mu, and log pi_prox where it is missing (weight 1, coefficient 0)."""
-        assert self.prox is not None
-        return torch.where(torch.isfinite(self.behaviour), self.behaviour, self.prox)
+    def set_start(self, logprobs: Tensor, entropy: Tensor) -> None:
+        """The first forward pass of the batch: nothing has moved yet."""
+        self.start, self.entropy = logprobs.detach(), entropy.detach()
+        self.mu = torch.where(self.counted, self.mu, self.start)
 
     def table(self) -> npt.NDArray[np.float32]:
-        """[n, 6] of the counted tokens: log mu, log prox, entropy, staleness, own version,
-        replayed."""
-        assert self.prox is not None
-        assert self.entropy is not None
-        columns = [
-            self.log_mu,
-            self.prox.cpu().numpy(),
-            self.entropy.cpu().numpy(),
-            self.staleness,
-            self.own_version,
-            self.replayed,
-        ]
-        return np.stack(columns, axis=1).astype(np.float32)[self.counted]
+        """[n, len(COLUMNS)] of the counted tokens."""
+        columns = (
+            self.mu, self.start, self.entropy, self.staleness, self.own_version, self.replayed,
+            self.used, self.kept, self.lowered, self.reference, self.values, self.targets,
+        )  # fmt: skip
+        n = len(self.numbers)
+        rows = [np.full(n, np.nan) if c is None else _host(c) for c in columns]
+        table: npt.NDArray[np.float32] = np.stack(rows, axis=1).astype(np.float32)
+        counted: Bools = self.counted.cpu().numpy()
+        return table[counted]
+
+
+def _host(column: Tensor | Bools) -> npt.NDArray[np.generic]:
+    return column.detach().cpu().numpy() if isinstance(column, Tensor) else column
 
 
 def make_microbatches(
-    local: LocalSamples,
-    packs: Sequence[Pack],
-    count: int,
-    batch_tokens: int,
-    batch_sequences: int,
-    version: Version,
-    config: LearnerConfig,
-    device: torch.device,
+    local: LocalSamples, packs: Sequence[Pack], count: int, version: Version, device: torch.device
 ) -> list[Microbatch]:
     """Put packs on the device, padded with dummies to `count` (the most that any rank has)."""
+    versions, incarnations, begins = local.tables()
     out = []
     for pack in [*packs, *[dummy_pack()] * (count - len(packs))]:
-        counted = np.isfinite(pack.behaviour_logprobs)
-        coefficient = token_coefficients(
-            config.loss.aggregation, pack.sample, counted, batch_tokens, batch_sequences
-        )
-        v, i = _versions(local, pack)
+        token = begins[pack.sample] + pack.offset
+        v, i = versions[token], incarnations[token]
+        behaviour = torch.from_numpy(pack.behaviour_logprobs).to(device)
+        zeros = torch.zeros_like(behaviour)
         out.append(
             Microbatch(
                 tensors=PackTensors.of(pack, device),
-                advantage=torch.from_numpy(local.advantage[pack.sample]).to(device),
-                coefficient=torch.from_numpy(coefficient).to(device),
-                behaviour=torch.from_numpy(pack.behaviour_logprobs).to(device),
-                counted=counted,
-                log_mu=pack.behaviour_logprobs,
-                staleness=token_staleness(v, version),
+                sample=torch.from_numpy(pack.sample).to(device),
+                numbers=pack.sample,
+                counted=torch.isfinite(behaviour),
+                mu=behaviour,
+                staleness=torch.from_numpy(token_staleness(v, version)).to(device),
                 own_version=(v == version.version) & (i == version.incarnation),
                 replayed=local.replayed[pack.sample],
+                coefficient=zeros,
+                policy_coefficient=zeros,
+                advantage=zeros,
+                allowed=torch.ones_like(behaviour, dtype=torch.bool),
             )
         )
     return out
-
-
-def pack_local(local: LocalSamples, which: list[int], config: LearnerConfig) -> list[Pack]:
-    """The packs of the samples of `which`."""
-    return make_packs(local.samples, which, config.max_tokens_per_microbatch, config.share_prompt)
-
-
-def _versions(
-    local: LocalSamples, pack: Pack
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Version and incarnation [N] of each token that carries loss."""
-    versions = np.zeros(len(pack.sample), np.int64)
-    incarnations = np.zeros(len(pack.sample), np.int64)
-    for i in np.unique(pack.sample):
-        here = pack.sample == i
-        versions[here] = local.samples[i].versions[pack.offset[here]]
-        incarnations[here] = local.samples[i].incarnations[pack.offset[here]]
-    return versions, incarnations

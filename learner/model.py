@@ -1,8 +1,14 @@
-"""The policy: a Hugging Face causal LM, sharded by FSDP2, in float32 with a faster compute type."""
+"""The policy and what is kept beside it: reference, critic, adapters; sharded over the ranks.
+
+    folder ─► causal LM (float32) ─┬─► [adapters] ─► PackedPolicy [+ value head] ─► FSDP2
+                                   ├─► reference: frozen, in the compute type
+                                   └─► critic of its own: trunk + value head
+
+Each is loaded on its own, and only where the configuration asks for it.
+"""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,33 +16,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.errors import ModelError
-from asyncrl.learner.attention import NAME
+from asyncrl.config.learning import LearnerConfig
+from asyncrl.learner.critic import Critic
+from asyncrl.learner.export import write_hf
+from asyncrl.learner.loading import (
+    cast_frozen,
+    checkpoint_layers,
+    decoder_layers,
+    load_causal_lm,
+    set_attention,
+)
+from asyncrl.learner.logprobs import PackTensors, check_head
+from asyncrl.learner.lora import add_adapters, hf_parameters, merged, without_adapters
+from asyncrl.learner.optim import Trainable
+from asyncrl.learner.packed import PackedPolicy, Scores
+from asyncrl.learner.sharding import Sharder, compile_layers, reshard, whole
 
-_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-_TOKENIZER_FILE = "tokenizer_config.json"
+CRITICS = ("gae", "vtrace")
+"""Advantage estimators that need values."""
 
 
 class Policy:
     """The model being trained. All methods are collective: every rank calls them alike.
 
+    Weights that train are float32 (all of them; with LoRA the adapters), frozen ones are kept in
+    the compute type, gradients are float32. Adapters are drawn from torch's default generator,
+    which the caller seeds alike on every rank.
+
     Args:
         path: folder of the Hugging Face model.
         world: ranks that share its shards; their process group must stand.
         device: where this rank computes.
-        dtype: compute type of forward and backward; weights and gradients are float32.
-        gradient_checkpointing: recompute each decoder layer in the backward pass.
+        dtype: compute type of forward and backward.
+        learner: what to build; the sections `lora`, `critic`, `kl` and `advantage`, and how to
+            compute.
         trust_remote_code: run code that the folder ships.
 
     Raises:
-        ModelError: no model there, or one that cannot be packed.
+        ModelError: no model there, or one that cannot be trained as asked.
+        MissingExtraError: LoRA without peft.
     """
+
+    critic: Critic | None
+    """Set when the configuration asks for values from a model of their own."""
 
     def __init__(
         self,
@@ -45,29 +69,84 @@ class Policy:
         world: int,
         device: torch.device,
         dtype: torch.dtype,
-        gradient_checkpointing: bool = False,
+        learner: LearnerConfig,
         trust_remote_code: bool = False,
     ):
         self.path = Path(path)
         self.trust_remote_code = trust_remote_code
-        self.module: Any = _load(self.path, trust_remote_code)
-        if gradient_checkpointing:
-            _checkpoint_layers(self.module)
-        _shard(self.module, world, device, dtype)
+        self._learner, self._device = learner, device
+        self._sharder = Sharder(world, device, dtype, cpu_offload=learner.cpu_offload)
+        lora = learner.lora.rank is not None
+        needs_values = learner.advantage.estimator in CRITICS
+        shared = needs_values and learner.critic.trunk == "shared"
+        model = self._load(train=True, check=True)
+        self.generation_config = model.generation_config
+        self.module = PackedPolicy(model, value_head=shared)
+        heads = [] if self.module.value_head is None else [self.module.value_head]
+        self._shard(self.module, in_float32=heads)
+        self.critic = None
+        if needs_values and not shared:
+            self.critic = Critic(self._load(train=True), self._sharder, self._prepare)
+        self._reference = None
+        if learner.kl.coefficient and not lora:
+            self._reference = PackedPolicy(self._load(train=False))
+            self._shard(self._reference, frozen=True)
+
+    def score(
+        self, pack: PackTensors, *, values: bool = False, detach_trunk: bool = False
+    ) -> Scores:
+        """Log-probability, entropy and, if asked for, value of each token of a pack.
+
+        Differentiable under grad mode.
+
+        Args:
+            pack: on this rank's device; a dummy one keeps step with the other ranks.
+            values: also the values of the shared trunk's head.
+            detach_trunk: nothing of the policy gets a gradient, only the value head does (while a
+                critic warms up).
+        """
+        scores: Scores = self.module(pack, values=values, detach_trunk=detach_trunk)
+        return scores
+
+    @torch.no_grad()
+    def reference(self, pack: PackTensors) -> Tensor:
+        """Log-probability [N] of each token under the model that the run started from.
+
+        With LoRA that is the policy without its adapters, else a frozen copy in the compute type.
+        """
+        if self._reference is not None:
+            copied: Tensor = self._reference(pack).logprobs
+            return copied
+        with without_adapters(self.module.model):
+            return self.score(pack).logprobs
+
+    @property
+    def trainable(self) -> Trainable:
+        """The sharded parameters that train, by name; adapters and heads under their own names."""
+        self.reshard()
+        policy = {n: p for n, p in self.module.model.named_parameters() if p.requires_grad}
+        if self.module.value_head is None:
+            return Trainable(policy, {} if self.critic is None else self.critic.parameters())
+        head = self.module.value_head.named_parameters(prefix="value_head")
+        return Trainable(policy, dict(head))
 
     def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter whole, with its Hugging Face name, in `dtype`; tied ones once.
+        """Each parameter of the policy whole, under its Hugging Face name, in `dtype`; tied ones
+        once, adapters merged, no value head.
 
         A collective per parameter: every rank must iterate to the end. A tensor may share memory
         with the parameter: copy what must outlive the next step.
         """
-        for name, parameter in self.module.named_parameters():
-            value = parameter.detach().to(dtype)
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        self.reshard()
+        for name, parameter, adapted in hf_parameters(self.module.model):
+            if adapted is None:
+                yield name, whole(parameter, dtype)
+            else:
+                yield name, merged(parameter, adapted, dtype)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and full shape of each parameter, in the order of `full_parameters`."""
-        return {name: tuple(p.shape) for name, p in self.module.named_parameters()}
+        return {name: tuple(p.shape) for name, p, _ in hf_parameters(self.module.model)}
 
     def save_hf(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write an ordinary Hugging Face folder, with the tokenizer; rank 0 writes.
@@ -83,92 +162,56 @@ class Policy:
             if write:
                 state[name] = value.cpu()
         if write:
-            folder = Path(folder)
-            partial = folder.with_name(folder.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            self._write(partial, state, dtype)
-            partial.rename(folder)
+            write_hf(
+                Path(folder), self._skeleton(dtype), self.path, state=state,
+                trust_remote_code=self.trust_remote_code,
+            )  # fmt: skip
 
-    def _write(self, folder: Path, state: dict[str, Tensor], dtype: torch.dtype) -> None:
+    def reshard(self) -> None:
+        """Put the shards back in the place of gathered copies, as a backward pass does.
+
+        After passes without gradient: it frees memory, and no stale copy outlives an optimizer
+        step.
+        """
+        reshard(self.module)
+        if self._reference is not None:
+            reshard(self._reference)
+        if self.critic is not None:
+            self.critic.reshard()
+
+    def _load(self, *, train: bool, check: bool = False) -> Any:
+        """The folder's model, ready to be sharded."""
+        learner, dtype = self._learner, self._sharder.dtype
+        model = load_causal_lm(self.path, trust_remote_code=self.trust_remote_code)
+        if check:
+            check_head(model)
+        set_attention(model, learner.attention, self._device, dtype)
+        if not train:
+            model.requires_grad_(False)
+        elif learner.lora.rank is not None:
+            add_adapters(model, learner.lora)
+        cast_frozen(model, dtype)
+        if train and learner.gradient_checkpointing:
+            checkpoint_layers(model)
+        return model
+
+    def _prepare(self, layers: list[nn.Module]) -> None:
+        if self._learner.compile:
+            compile_layers(layers)
+
+    def _shard(
+        self, packed: PackedPolicy, *, in_float32: list[Any] | None = None, frozen: bool = False
+    ) -> None:
+        layers = decoder_layers(packed.model)
+        self._prepare(layers)
+        self._sharder.shard(packed, layers, in_float32=in_float32 or [], frozen=frozen)
+
+    def _skeleton(self, dtype: torch.dtype) -> Any:
+        """The model without weights, which knows how to save them."""
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        with torch.device("meta"):  # an unsharded skeleton knows how to save
+        with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=self.trust_remote_code
             )
-        skeleton.generation_config = self.module.generation_config
-        skeleton.save_pretrained(folder, state_dict=state)
-        if (self.path / _TOKENIZER_FILE).exists():
-            tokenizer = AutoTokenizer.from_pretrained(
-                self.path, trust_remote_code=self.trust_remote_code
-            )
-            tokenizer.save_pretrained(folder)
-
-    def reshard(self) -> None:
-        """Put the float32 shards back in the place of gathered copies, as a backward pass does."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _load(path: Path, trust_remote_code: bool) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        _check_config(config, path)
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=NAME,
-            trust_remote_code=trust_remote_code,
-        )
-    except ModelError:
-        raise
-    except (OSError, ValueError) as e:
-        raise ModelError(f"cannot load a causal language model from {path}: {e}") from e
-    if not model._supports_attention_backend or getattr(model, "_is_stateful", False):
-        raise ModelError(
-            f"{type(model).__name__} ({path}) computes its attention in its own way, so sequences "
-            "cannot be packed: use a model that supports transformers' attention interface"
-        )
-    # Dropout would make the engine's policy and the learner's differ: no module is in training
-    # mode, whatever its rate.
-    return model.eval()
-
-
-def _check_config(config: Any, path: Path) -> None:
-    odd = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYERS
-    if odd:
-        raise ModelError(
-            f"{path} has layers of type {', '.join(sorted(odd))}, which would mix packed "
-            f"sequences: only {', '.join(sorted(_SUPPORTED_LAYERS))} are supported"
-        )
-
-
-def _checkpoint_layers(model: Any) -> None:
-    if not model.supports_gradient_checkpointing:
-        raise ModelError(
-            f"{type(model).__name__} does not support gradient checkpointing: "
-            "set learner.gradient_checkpointing=false"
-        )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # the flag it looks at; its children stay in eval mode
-
-
-def _shard(model: Any, world: int, device: torch.device, dtype: torch.dtype) -> None:
-    mesh = init_device_mesh(device.type, (world,))
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        # One rank holds everything anyway: casting again in the backward pass saves nothing.
-        "reshard_after_forward": world > 1,
-    }
-    for layer in _decoder_layers(model):
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-
-
-def _decoder_layers(model: Any) -> list[nn.Module]:
-    names = set(model._no_split_modules or ())
-    return [m for m in model.modules() if type(m).__name__ in names]
+        skeleton.generation_config = self.generation_config
+        return skeleton

@@ -43,6 +43,10 @@ log = logging.getLogger(__name__)
 
 PULL_WAIT_S = 5.0
 """How long the buffer may park a pull before it says whom the batch waits for."""
+LONE_SAMPLES = (
+    "{} samples are all that is left of their groups: their advantage is 0 and they teach nothing "
+    "(rollout.failed_member=drop leaves such groups out)"
+)
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest time one rank may be behind another before the collective gives up."""
 
@@ -57,6 +61,8 @@ class LearnerWorker:
         self.waits = Waits(settings.name, warn_s=config.log.wait_warn_s)
         self.version = Version(0, 0)
         self.step = 0
+        self._advised: set[str] = set()
+        """What the last batch was told about."""
 
     def bind(self) -> tuple[int, str]:
         """Rank 0: the port of the ranks' rendezvous, the endpoint for actors' announcements."""
@@ -198,7 +204,18 @@ class LearnerWorker:
             self.client.commit(part.batch, dropped=result.dropped)
         self.step = part.batch
         self._report(result)
+        self._advise(result)
         return result.metrics
+
+    def _advise(self, result: StepResult) -> None:
+        """Say what is wrong with the data when it begins, not at every batch."""
+        lone = result.metrics.get("loss/lone_samples", 0.0)
+        texts = {"ess": result.advice, "lone": LONE_SAMPLES.format(int(lone)) if lone else None}
+        for kind, text in texts.items():
+            if text and kind not in self._advised and self.settings.rank == 0:
+                log.warning("batch %d: %s", self.step, text)
+                self._event("advice", text=text)
+        self._advised = {kind for kind, text in texts.items() if text}
 
     def _publish(self) -> None:
         self.version = Version(self.version.incarnation, self.version.version + 1)

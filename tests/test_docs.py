@@ -47,7 +47,7 @@ def test_pages_name_keys_that_exist_and_leave_nothing_open(page):
 def test_readme_lists_the_shipped_configurations():
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     table = set(rows)
-    assert table == set(shipped())
+    assert table == {name for name in shipped() if "/" not in name}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from asyncrl.cli import config, keys, launch, model, status, version
+from asyncrl.cli import config, export, keys, launch, model, status, version
 
 app = typer.Typer(
     name="asyncrl",
@@ -19,5 +19,6 @@ app.command("launch")(launch.launch)
 app.command("status")(status.status)
 app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
+app.command("export")(export.export)
 app.command("keys")(keys.keys)
 app.command("version")(version.version)

@@ -39,7 +39,7 @@ def launch(
 
     plan = preflight(resolved.config, resolved.sources, resolved.name, _say)
     if dry_run:
-        print(f"{'config':<10} {config}")
+        print(f"{'config':<10} {' + '.join(config)}")
         print(describe(plan))
         return
 

@@ -8,13 +8,14 @@ import typer
 
 from asyncrl.config.load import Resolved, load
 
-DEFAULT_CONFIG = "quickstart"
+DEFAULT_CONFIG = ["quickstart"]
 
 ConfigOption = Annotated[
-    str,
+    list[str],
     typer.Option(
         "--config", "-c", metavar="NAME|PATH",
-        help="A shipped configuration (`asyncrl config list`) or a YAML file.",
+        help="A shipped configuration (`asyncrl config list`) or a YAML file; given again, what "
+        "that sets on top, e.g. -c quickstart -c correction/icepop.",
     ),
 ]  # fmt: skip
 Actors = Annotated[
@@ -35,7 +36,7 @@ Overrides = Annotated[
 
 
 def resolve(
-    config: str,
+    config: list[str],
     overrides: list[str] | None,
     actors: int | None,
     learners: int | None,

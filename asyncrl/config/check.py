@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncrl.config import fields
-from asyncrl.config.rules import data, fleet, holding, learning, run, security
+from asyncrl.config.rules import (
+    correcting,
+    crediting,
+    data,
+    fleet,
+    holding,
+    learning,
+    run,
+    security,
+)
 from asyncrl.config.rules.context import Context
 from asyncrl.config.rules.data import EVEN_DIGITS_PROMPTS, REWARDS
 from asyncrl.config.rules.run import BUILT_IN_MODELS
@@ -20,7 +29,10 @@ from asyncrl.errors import ConfigError
 
 __all__ = ["BUILT_IN_MODELS", "EVEN_DIGITS_PROMPTS", "REWARDS", "check"]
 
-_RULES = (*run.RULES, *learning.RULES, *holding.RULES, *data.RULES, *fleet.RULES, *security.RULES)
+_RULES = (
+    *run.RULES, *learning.RULES, *correcting.RULES, *crediting.RULES, *holding.RULES, *data.RULES,
+    *fleet.RULES, *security.RULES,
+)  # fmt: skip
 
 
 def check(
@@ -38,7 +50,7 @@ def check(
     """
     context = Context(
         config, sources or {}, fields.flatten(config), device or config.cluster.device,
-        frozenset(path.name for path in shipped().values()),
+        frozenset(f"{name}.yaml" for name in shipped()),
     )  # fmt: skip
     problems = [text for rule in _RULES for text in rule(context)]
     if problems:

@@ -7,7 +7,8 @@ from functools import cache
 from types import NoneType
 from typing import Any
 
-from asyncrl.config.schema import Config, Section
+from asyncrl.config.schema import Config
+from asyncrl.config.section import Section
 from asyncrl.config.suggest import did_you_mean
 
 
@@ -75,8 +76,10 @@ def unknown(key: str) -> str:
     same_leaf = [k for k in leaves() if k.split(".")[-1] == parts[-1]]
     known = [k for k in (*leaves(), *sections()) if k != section]
     hint = did_you_mean(key, known).strip(" ()")
-    if len(same_leaf) == 1:  # a known name in the wrong section
-        hint = f"did you mean {same_leaf[0]}?"
+    if len(same_leaf) > 1:
+        same_leaf = [k for k in same_leaf if k.startswith(parts[0] + ".")]
+    if 1 <= len(same_leaf) <= 3:  # a known name in the wrong section
+        hint = f"did you mean {' or '.join(same_leaf)}?"
     if hint:
         return hint
     where = f"{section} has" if section else "the sections are"

@@ -1,6 +1,6 @@
-"""Reads a configuration: defaults < file < overrides, each value with where it came from.
+"""Reads a configuration: defaults < files < overrides, each value with where it came from.
 
-file ► reader ─┐
+files ► reader ┐
 overrides ─────┼─► dotted keys ► interpolation ► schema (types, ranges) ► check (sense)
 flags ─────────┘
 """
@@ -40,7 +40,7 @@ class Resolved:
     sources: dict[str, str]
     """For each dotted key: "default", "FILE:LINE", "override", or the flag, e.g. "--actors"."""
     name: str = DEFAULT
-    """Name of the configuration: the file's stem, or "default"."""
+    """Name of the configuration: the first file's stem, or "default"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,15 @@ class _Given:
 
 
 def load(
-    config: str | None = None,
+    config: str | Sequence[str] | None = None,
     overrides: Sequence[str] = (),
     flags: Mapping[str, tuple[str, Any]] | None = None,
 ) -> Resolved:
     """Read, merge and check a configuration.
 
     Args:
-        config: a shipped name or a path; None is the defaults alone.
+        config: a shipped name or a path, or several, of which a later one overrides what those
+            before it set; None is the defaults alone.
         overrides: `key=value` with a dotted key; the last one of a key wins.
         flags: from a flag's name to its dotted key and value, e.g.
             {"--actors": ("cluster.actors", 6)}; values None are left out.
@@ -69,10 +70,9 @@ def load(
     """
     given: dict[str, _Given] = {}
     problems: list[str] = []
-    name = DEFAULT
-    if config is not None:
-        path = sources.find(config)
-        name = path.stem
+    names: Sequence[str] = [config] if isinstance(config, str) else config or ()
+    paths = [sources.find(name) for name in names]
+    for path in paths:
         _take_file(path, given, problems)
     _take_overrides(overrides, given, problems)
     _take_flags(flags or {}, given, problems)
@@ -84,7 +84,7 @@ def load(
     if problems or valid is None:
         raise _error(problems)
     check(valid, where)
-    return Resolved(valid, where, name)
+    return Resolved(valid, where, paths[0].stem if paths else DEFAULT)
 
 
 def _error(problems: list[str]) -> ConfigError:
@@ -106,7 +106,7 @@ def show(value: Any) -> str:
 
 
 def _take_file(path: Path, given: dict[str, _Given], problems: list[str]) -> None:
-    shown = path.name if path.is_relative_to(sources.SHIPPED) else str(path)
+    shown = sources.shown(path)
     entries = reader.read_file(path)
     if sources.is_resolved(path):
         shown += sources.RESOLVED_MARK

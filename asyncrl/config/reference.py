@@ -7,15 +7,17 @@ import inspect
 import json
 from collections.abc import Iterator
 
-from asyncrl.config import schema
-from asyncrl.config.schema import Config, Section
+from asyncrl.config import learning, schema
+from asyncrl.config.schema import Config
+from asyncrl.config.section import Section
 
 HEAD = """# Configuration
 
-Every key, as `asyncrl config reference` prints it. A YAML file holds sections and keys;
-`section.key=value` on the command line overrides; `asyncrl config show` prints the resolved values
-with where each came from. A list is written as in YAML, e.g.
-`'cluster.actor_places=["local:0,1", "local:2,3"]'` in a shell.
+Every key, as `asyncrl config reference` prints it. A YAML file holds sections and keys; of several
+`--config` a later one overrides an earlier one, and `section.key=value` overrides them all.
+`asyncrl config show` prints the resolved values with where each came from. A list is written as in
+YAML, e.g. `'cluster.actor_places=["local:0,1", "local:2,3"]'` in a shell. What the losses, weights,
+masks and estimators of `learner` are, and which go together: [corrections.md](corrections.md).
 """
 
 
@@ -48,8 +50,9 @@ def _rows(section: type, prefix: str, docs: dict[tuple[str, str], str]) -> Itera
 
 
 def _classes() -> dict[str, ast.ClassDef]:
-    tree = ast.parse(inspect.getsource(schema))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    trees = [ast.parse(inspect.getsource(module)) for module in (schema, learning)]
+    nodes = (node for tree in trees for node in tree.body)
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
 
 def _annotations(section: type) -> dict[str, str]:

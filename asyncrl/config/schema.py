@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Positive = Annotated[int, Field(gt=0, lt=2**31)]
-NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
-Seconds = Annotated[float, Field(gt=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Dtype = Literal["bfloat16", "float32"]
+from asyncrl.config.learning import LearnerConfig
+from asyncrl.config.section import Dtype, NonNegative, Positive, Seconds, Section
 
 CPU_KV_CACHE_GIB = 1.0
 """What an engine on CPU takes when `engine.kv_cache_gib` is null."""
-
-
-class Section(BaseModel):
-    """A strict section: unknown keys and implicit conversions are errors."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False
-    )
 
 
 class RunConfig(Section):
@@ -163,67 +152,6 @@ class ReplayConfig(Section):
     by: Literal["uniform", "advantage", "fresh"] = "uniform"
     """Which groups are drawn: all alike; by mean distance of a reward from its group's mean; or by
     freshness, half as likely for each version of age."""
-
-
-class OptimConfig(Section):
-    """AdamW."""
-
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Peak learning rate."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of the first and the second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay, on matrices only."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine would reach 0 with the batch after `run.steps`."""
-    warmup_steps: NonNegative = 0
-    """Linear warm-up, in optimizer batches."""
-    grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global gradient norm; null turns clipping off."""
-
-
-class LossConfig(Section):
-    """Decoupled PPO with truncated importance weights."""
-
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """e: lower clip of pi_theta/pi_prox; takes effect with learner.epochs >= 2."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """e_hi: upper clip; takes effect with learner.epochs >= 2."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """c: bounds the loss of negative advantages; takes effect with learner.epochs >= 2."""
-    truncate: Annotated[float, Field(gt=0)] | None = 2.0
-    """C: token weight pi_prox/mu is cut off here; null leaves it as it is."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    """How token losses are averaged, over the whole batch."""
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Group-relative advantage: with the group's std, without it, or leave-one-out."""
-
-
-class LearnerConfig(Section):
-    """Training."""
-
-    batch_size: Positive = 64
-    """Samples per optimizer batch: a multiple of rollout.group_size."""
-    batches_per_publication: Positive = 1
-    """n: optimizer batches per weight publication."""
-    epochs: Positive = 1
-    """Optimizer steps over each batch; from the second on, prox is the policy before the first."""
-    max_tokens_per_microbatch: Positive = 8192
-    """Tokens in one forward pass of one rank."""
-    dtype: Dtype = "bfloat16"
-    """Type of the forward and backward passes; weights and optimizer are kept in float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
-    share_prompt: bool = True
-    """Compute a group's common prompt once; exact, and much cheaper for long prompts."""
-    threads: Positive | None = None
-    """CPU only: threads per rank; default: cores / (actors + learners), at least 1."""
-    save_final: bool = True
-    """Write the trained model as a Hugging Face folder at the end."""
-    optim: OptimConfig = OptimConfig()
-    loss: LossConfig = LossConfig()
 
 
 class WeightsConfig(Section):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.config.paths import expand
-from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import ConfigError
 
 SHIPPED = Path(__file__).parent.parent / "configs"
@@ -14,16 +15,19 @@ SHIPPED = Path(__file__).parent.parent / "configs"
 
 
 def shipped() -> dict[str, Path]:
-    """Name (e.g. "quickstart" or "correction/x") and path of each shipped configuration."""
+    """Name (e.g. "quickstart" or "correction/x") and path of each shipped configuration.
+
+    Those of a whole run come first.
+    """
     found = {p.relative_to(SHIPPED).with_suffix("").as_posix(): p for p in SHIPPED.rglob("*.yaml")}
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items(), key=lambda item: ("/" in item[0], item[0])))
 
 
 def find(name: str) -> Path:
     """The file of `--config NAME|PATH`: a shipped name first, then a path.
 
     Raises:
-        ConfigError: neither; the message lists the shipped names or the nearest one.
+        ConfigError: neither; the message lists the nearest shipped names, or all of them.
     """
     known = shipped()
     if name in known:
@@ -33,15 +37,27 @@ def find(name: str) -> Path:
         raise ConfigError(f"--config {name}: is a folder, expected a YAML file or a shipped name")
     if path.exists():
         return path
-    if path.suffix in (".yaml", ".yml") or os.sep in name:
-        stem = path.with_suffix("").name
-        hint = did_you_mean(stem, known) or f" (shipped: {', '.join(known)})"
+    hint = _near(name, known)
+    folder = f"{name.partition('/')[0]}/"
+    in_shipped = any(k.startswith(folder) for k in known)
+    if path.suffix in (".yaml", ".yml") or (os.sep in name and not in_shipped):
         raise ConfigError(f"--config {name}: no such file in {Path.cwd()}{hint}")
-    hint = did_you_mean(name, known)
-    raise ConfigError(
-        f"--config {name}: no shipped configuration of that name, nor a file{hint}; "
-        f"shipped: {', '.join(known)}"
-    )
+    raise ConfigError(f"--config {name}: no shipped configuration of that name, nor a file{hint}")
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """Shipped names like `name`, whatever their folders; all of them if none is."""
+    leaves = {k.rpartition("/")[2]: k for k in known}
+    leaf = name.lower().rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
+    near = [leaves[m] for m in difflib.get_close_matches(leaf, list(leaves), n=3, cutoff=0.7)]
+    if near:
+        return f" (did you mean {' or '.join(near)}?)"
+    return f"; shipped: {', '.join(leaves.values())}"
+
+
+def shown(path: Path) -> str:
+    """A configuration file as messages name it: a shipped one without the folder it lies in."""
+    return path.relative_to(SHIPPED).as_posix() if path.is_relative_to(SHIPPED) else str(path)
 
 
 def summary(path: Path) -> str:

@@ -11,7 +11,8 @@ from asyncrl.actors.rollout import RolloutLoop, build_trajectory
 from asyncrl.buffer.client import AsyncBufferClient, BufferClient
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.server import BufferServer
-from asyncrl.config.schema import Config, LearnerConfig, RolloutConfig
+from asyncrl.config.learning import LearnerConfig
+from asyncrl.config.schema import Config, RolloutConfig
 from asyncrl.errors import EngineError, RewardError
 from asyncrl.idlog import IdLog
 from asyncrl.metrics import TimeShares

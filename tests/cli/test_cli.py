@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import asyncrl.launch
 from asyncrl.__main__ import main
+from asyncrl.config.sources import shipped
 from asyncrl.errors import DeadlineError
 from asyncrl.preflight import machine
 
@@ -69,6 +70,8 @@ BAD = [
     (["launch", "--dry-run", f"run.dir={'a' * 300}"], "File name too long"),
     (["launch", "-c", "~nobody-of-that-name/x.yaml"], "write the folder out"),
     (["launch", "-c", "gsm8k-1node"], "error: task.path is not set"),
+    (["launch", "-c", "tiny", "-c", "correction/icepopp"], "error: --config correction/icepopp: no shipped configuration of that name, nor a file (did you mean correction/icepop?)"),
+    (["config", "show", "-c", "tiny", "-c", "correction/topr", "learner.correction.level=token"], "would count mu twice"),
     (["launch", "-c", "math-2node", "task.path=x"], "error: cluster.device=cuda: there is no NVIDIA GPU on this machine; set cluster.device=cpu or cluster.address"),
     (["launch", "--dry-run", "engine.threads=99999"], "error: engine.threads=99999 is more than 4 times this machine's "),
     (["launch", "--dry-run", "learner.threads=99999"], "error: learner.threads=99999 is more than 4 times this machine's "),
@@ -337,6 +340,24 @@ def test_cuda_without_a_gpu_is_refused(model: Path, capfd: pytest.CaptureFixture
     assert "error: cluster.device=cuda: there is no NVIDIA GPU" in capfd.readouterr().err
 
 
+def test_a_correction_goes_on_top_of_a_run(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(model, "--config", "correction/icepop", "-c", "correction/cispo") == 0
+    out = capfd.readouterr().out
+    assert "config     tiny + correction/icepop + correction/cispo\n" in out
+    assert "30 batches of 32 samples" in out
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(asyncrl.launch, "launch", lambda config, **rest: seen.update(rest) or 0)
+    assert main(["launch", "-c", "tiny", "-c", "correction/icepop", f"model.name={model}"]) == 0
+    assert seen["preset"] == "tiny"
+    assert seen["sources"]["learner.correction.action"] == "correction/icepop.yaml:6"
+    assert main(["config", "show", "-c", "correction/icepop", "--run-name", "r"]) == 0
+    out = capfd.readouterr().out
+    assert out.count("# correction/icepop.yaml:") == 5
+    assert "quickstart" not in out
+
+
 def test_launch_hands_over_what_was_resolved(
     model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -385,8 +406,10 @@ def test_config_show_and_list(capfd: pytest.CaptureFixture[str]) -> None:
     assert "# quickstart.yaml:" in out
     assert main(["config", "list"]) == 0
     out = capfd.readouterr().out
-    assert "quickstart   SmolLM2-135M learns sums" in out
-    assert len(out.splitlines()) >= 3
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert lines["quickstart"].startswith("SmolLM2-135M learns sums")
+    assert list(lines) == list(shipped())
+    assert list(lines)[-1].startswith("correction/")
 
 
 def test_model_list_and_version(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,15 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError, ModelError
 from asyncrl.learner import attention
-from asyncrl.learner.logprobs import PackTensors, pack_logprobs, token_logprobs
-from asyncrl.learner.model import Policy
+from asyncrl.learner.loading import load_causal_lm
 from asyncrl.learner.packing import Pack, dummy_pack, make_packs
 from asyncrl.types import Trajectory
 from tests.helpers.tiny_model import make_batch, make_trajectory, save_tiny_model
-
-pytestmark = pytest.mark.usefixtures("one_rank")
-
-CPU = torch.device("cpu")
+from tests.learner.packed import load_packed, scores_of
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
@@ -64,7 +60,7 @@ def test_pack_properties(
 
 
 def _starts(pack: Pack) -> list[int]:
-    return np.cumsum([0] + [s.tokens for s in pack.segments])[:-1].tolist()
+    return [0, *np.cumsum([s.tokens for s in pack.segments]).tolist()[:-1]]
 
 
 def _tokens(batch: list[Trajectory], pack: Pack, name: str) -> np.ndarray[Any, Any]:
@@ -106,6 +102,7 @@ CASES = [
     ("qwen3", {"tied": False}),
     ("mistral", {"sliding_window": 7}),
     ("gpt2", {}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": 5.0}),
 ]
 
 
@@ -124,12 +121,12 @@ def test_packed_logprobs_equal_single_sequences(
         monkeypatch.setattr(attention, "_DENSE_PAIRS", 0)
     folder = save_tiny_model(tmp_path, kind, **extra)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    policy = Policy(folder, world=1, device=CPU, dtype=torch.float32)
+    packed = load_packed(folder)
     batch = make_batch(3, groups=3, group_size=3, prefix=10, temperature=0.7)
     for share in (True, False):
         for limit in (40, 4096):
             for pack in make_packs(batch, range(9), limit, share):
-                got, entropy = pack_logprobs(policy.module, PackTensors.of(pack, CPU))
+                got, entropy = scores_of(packed, pack)
                 want, want_entropy = _reference(plain, batch, pack)
                 torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=1e-5)
@@ -153,53 +150,26 @@ def _reference(
     return torch.stack(logprobs), torch.stack(entropy)
 
 
-def test_sequences_do_not_see_each_other(tmp_path: Path) -> None:
-    policy = Policy(save_tiny_model(tmp_path), world=1, device=CPU, dtype=torch.float32)
-    batch = make_batch(5, groups=2, group_size=3, prefix=10)
-    changed = list(batch)
-    changed[1] = replace(batch[1], response_ids=(batch[1].response_ids + 1) % 90 + 3)
-    results = []
-    for b in (batch, changed):
-        (pack,) = make_packs(b, range(6), 4096, share_prompt=True)
-        with torch.no_grad():
-            logprobs, _ = pack_logprobs(policy.module, PackTensors.of(pack, CPU))
-        results.append((pack.sample, logprobs))
-    (sample, before), (_, after) = results
-    others = torch.from_numpy(sample != 1)
-    assert torch.equal(before[others], after[others])
-    assert not torch.allclose(before[~others], after[~others])
+def test_a_pack_without_loss_has_a_gradient_of_zero(tmp_path: Path) -> None:
+    """What a rank runs while others still have packs: every weight takes part."""
+    model = load_packed(save_tiny_model(tmp_path))
+    logprobs, entropy = scores_of(model, dummy_pack())
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert not p.grad.any(), name
 
 
-def test_a_soft_cap_is_refused(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path, "gemma2")
-    policy = Policy(folder, world=1, device=CPU, dtype=torch.float32)
+def test_a_soft_cap_of_the_attention_is_refused(tmp_path: Path) -> None:
+    model = load_packed(save_tiny_model(tmp_path, "gemma2"))
     with pytest.raises(ModelError, match="softcap"):
-        pack_logprobs(policy.module, PackTensors.of(dummy_pack(), CPU))
+        scores_of(model, dummy_pack())
 
 
-def test_unsupported_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot load"):
-        Policy(tmp_path / "none", world=1, device=CPU, dtype=torch.float32)
-    chunked = save_tiny_model(tmp_path / "chunked", "qwen3", layer_types=["chunked_attention"] * 2)
+def test_layers_that_would_mix_packed_sequences_are_refused(tmp_path: Path) -> None:
+    chunked = save_tiny_model(tmp_path, "qwen3", layer_types=["chunked_attention"] * 2)
     with pytest.raises(ModelError, match="chunked_attention"):
-        Policy(chunked, world=1, device=CPU, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("chunk", [1, 1 << 20])
-def test_token_logprobs_gradient(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal to log_softmax and its gradient, with rows and targets used more than once."""
-    monkeypatch.setattr("asyncrl.learner.logprobs._CHUNK_ELEMENTS", chunk)
-    torch.manual_seed(0)
-    logits = torch.randn(5, 11, requires_grad=True)
-    temperature = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.9])
-    row, target = torch.tensor([0, 0, 3, 4, 4, 4]), torch.tensor([2, 2, 10, 0, 1, 0])
-    weight = torch.randn(6)
-    got, entropy = token_logprobs(logits, temperature, row, target)
-    assert not entropy.requires_grad
-    (gradient,) = torch.autograd.grad((got * weight).sum(), logits)
-    full = torch.log_softmax(logits / temperature[:, None], -1)
-    want = full[row, target]
-    (want_gradient,) = torch.autograd.grad((want * weight).sum(), logits)
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(gradient, want_gradient)
-    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1)[row])
+        load_causal_lm(chunked, trust_remote_code=False)
+    with pytest.raises(ModelError, match="cannot load"):
+        load_causal_lm(tmp_path / "none", trust_remote_code=False)

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import Config, LearnerConfig
+from asyncrl.config.learning import LearnerConfig
+from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner import worker as worker_module
 from asyncrl.learner.diagnostics import manifest_metrics, token_metrics
+from asyncrl.learner.microbatch import COLUMNS
 from asyncrl.learner.step import StepResult
 from asyncrl.learner.worker import LearnerWorker
 from asyncrl.metrics import IdleMeter
@@ -121,8 +123,13 @@ def test_the_page_has_every_metric_of_the_learner() -> None:
     worker._train(make_part(batch))
     names = set(fake.records[0])
     of_headers, hist = manifest_metrics([t.header for t in batch], Version(0, 1), 1)
-    table = np.array([[-1.0, -1.1, 2.0, 0, 1, 0], [-2.0, -1.0, 2.0, 3, 0, 0]], np.float32)
-    of_tokens, token_hist = token_metrics(table, 2.0)
+    rows = [
+        [-1.0, -1.1, 2.0, 0, 1, 0, 0.9, 1, 0, -1.2, 0.5, 1.0],
+        [-2.0, -1.0, 2.0, 3, 0, 0, 2.0, 0, 1, -1.0, 0.1, 0.0],
+    ]
+    columns = np.array(rows, np.float32).T
+    of_tokens, token_hist = token_metrics(dict(zip(COLUMNS, columns, strict=True)))
+    assert {"kl/ref_k3", "value/explained_variance", "is/mask_frac"} <= of_tokens.keys()
     names |= of_headers.keys() | of_tokens.keys()
     names |= {f"{name}/mean" for name in hist | token_hist}  # a histogram has its statistics too
     assert len(names) > 60

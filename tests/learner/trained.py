@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import asyncrl.learner.step as step_module
-from asyncrl.config.schema import BufferConfig, Config, LearnerConfig, LossConfig, OptimConfig
+from asyncrl.config.learning import LearnerConfig, LossConfig, OptimConfig
+from asyncrl.config.load import load
+from asyncrl.config.schema import BufferConfig, Config
 from asyncrl.learner.optim import Applied
 from asyncrl.learner.step import StepResult, Trainer
 from asyncrl.types import Trajectory, Version
@@ -32,6 +35,13 @@ def learner_config(loss: dict[str, Any] | None = None, **learner: Any) -> Config
         buffer=BufferConfig(max_staleness=2),
         learner=LearnerConfig(loss=LossConfig(**(loss or {})), **settings),
     )
+
+
+def configured(*overrides: str) -> Config:
+    """The same, from the command line's words: every rule is applied."""
+    base = ["learner.dtype=float32", "learner.optim.lr=1e-2", "rollout.group_size=4"]
+    base += ["learner.batch_size=32", "rollout.max_new_tokens=12"]
+    return load(None, [*base, *overrides]).config
 
 
 def partition_batch() -> list[Trajectory]:
@@ -62,8 +72,10 @@ def capture(
     apply = step_module.apply_gradient
 
     def spy(*args: Any, **kwargs: Any) -> Applied:
-        for name, p in trainer.policy.module.named_parameters():
-            arrays[f"grad/{name}"] = p.grad.full_tensor().numpy().copy()
+        policy, critic = trainer.policy.trainable
+        for name, p in (policy | critic).items():
+            if p.grad is not None:
+                arrays[f"grad/{name}"] = p.grad.full_tensor().numpy().copy()
         return apply(*args, **kwargs)
 
     step_module.apply_gradient = spy
@@ -76,3 +88,19 @@ def capture(
     finally:
         step_module.apply_gradient = apply
     return Captured(arrays, result.metrics, result)
+
+
+def assert_same_gradient(got: dict[str, Any], want: dict[str, Any], rtol: float = 1e-5) -> None:
+    """Gradients relative to the largest entry of the whole gradient (cancellation is no error)."""
+    assert got.keys() == want.keys()
+    scale = max(float(np.abs(v).max()) for k, v in want.items() if k.startswith("grad/"))
+    for name in want:
+        if name.startswith("grad/"):
+            np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=rtol * scale)
+
+
+def assert_same_metrics(got: dict[str, float], want: dict[str, float], rel: float = 1e-4) -> None:
+    """The same names, and values but for the order of float32 sums."""
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name] == pytest.approx(want[name], rel=rel, abs=1e-6), name

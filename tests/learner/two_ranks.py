@@ -1,6 +1,8 @@
-"""Run by test_step.py as a process per rank: train one batch, write what came of it.
+"""A process per rank: train one batch with each of some configurations, write what came of it.
 
-python -m tests.learner.two_ranks RANK WORLD STORE MODEL OUT CONFIG_JSON [SEED]
+python -m tests.learner.two_ranks RANK WORLD STORE MODEL OUT CONFIGS
+
+CONFIGS is a file with a JSON list. Writes OUT.NUMBER.RANK.npz and .json for each.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ def main() -> None:
         timeout=timedelta(seconds=120),
     )
     try:
-        config = Config.model_validate_json(sys.argv[6])
-        captured = capture(config, Path(model), partition_batch(), rank, world, Version(0, 2))
+        for k, settings in enumerate(json.loads(Path(sys.argv[6]).read_text())):
+            config = Config.model_validate_json(json.dumps(settings))
+            captured = capture(config, Path(model), partition_batch(), rank, world, Version(0, 2))
+            np.savez(f"{out}.{k}.{rank}.npz", **captured.arrays)
+            Path(f"{out}.{k}.{rank}.json").write_text(json.dumps(captured.metrics))
     finally:
         dist.destroy_process_group()
-    np.savez(f"{out}.{rank}.npz", **captured.arrays)
-    Path(f"{out}.{rank}.json").write_text(json.dumps(captured.metrics))
 
 
 if __name__ == "__main__":

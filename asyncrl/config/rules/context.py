@@ -11,6 +11,11 @@ from asyncrl.config.sources import RESOLVED_MARK
 
 _DEFAULTS = fields.flatten(Config())
 
+RELATIVE = ("grpo", "dr_grpo", "rloo")
+"""Estimators that compare a reward with those of its group: one advantage per sequence."""
+WITH_CRITIC = ("gae", "vtrace")
+"""Estimators that need a value function."""
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -21,7 +26,22 @@ class Context:
     flat: Mapping[str, object]
     device: str
     shipped: frozenset[str]
-    """File names of the shipped configurations."""
+    """The shipped configurations as sources name them, e.g. "correction/icepop.yaml"."""
+
+    @property
+    def relative(self) -> bool:
+        """True if advantages are relative to the group."""
+        return self.config.learner.advantage.estimator in RELATIVE
+
+    @property
+    def critic(self) -> bool:
+        """True if there is a value function."""
+        return self.config.learner.advantage.estimator in WITH_CRITIC
+
+    @property
+    def one_update(self) -> bool:
+        """True if a batch is one optimizer step, so that theta is the policy before the update."""
+        return self.config.learner.epochs == 1 and self.config.learner.minibatches == 1
 
     def given(self, key: str) -> bool:
         """True if somebody set the field, to something else than null.

@@ -45,12 +45,21 @@ def _task(c: Context) -> Iterator[str]:
     yield from _reward(c)
 
 
+def names_function(text: str) -> bool:
+    """True if a text is written as `module:function`.
+
+    >>> names_function("my.module:Some.function"), names_function("my.module")
+    (True, False)
+    """
+    module, colon, function = text.partition(":")
+    names = all(p.isidentifier() for p in (*module.split("."), *function.split(".")))
+    return bool(colon) and names
+
+
 def _reward(c: Context) -> Iterator[str]:
     t = c.config.task
-    module, colon, function = t.reward.partition(":")
     if t.reward not in REWARDS:
-        names = all(p.isidentifier() for p in (*module.split("."), *function.split(".")))
-        if not colon or not names:
+        if not names_function(t.reward):
             yield (
                 f"{c.named('task.reward')}: expected {', '.join(REWARDS)} or "
                 f"module:function{did_you_mean(t.reward, REWARDS)}"

@@ -1,8 +1,9 @@
-"""Batches, staleness, lengths and the loss."""
+"""Batches and their parts, staleness, lengths, the optimizer; what is trained, and where."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
 
 from asyncrl.config.rules.context import Context, Rule
 
@@ -25,11 +26,14 @@ def _batch(c: Context) -> Iterator[str]:
             f"{c.named('learner.batch_size')} leaves some of cluster.learners={learners} ranks "
             f"without a sample: raise it to {-(-learners // n) * n} or lower cluster.learners"
         )
-    if n == 1:
+    groups, parts = c.config.groups_per_batch, c.config.learner.minibatches
+    if not batch % n and groups % parts:
+        small = [m for m in range(1, isqrt(groups) + 1) if not groups % m]
+        fits = sorted({*small, *(groups // m for m in small)})
+        near = [max(m for m in fits if m < parts), *[m for m in fits if m > parts][:1]]
         yield (
-            f"{c.named('rollout.group_size')}: the advantage is relative to the group "
-            f"(learner.loss.advantage={c.config.learner.loss.advantage}) and always 0 in a group "
-            "of one, so nothing is learned: raise it to 2 or more"
+            f"{c.named('learner.minibatches')} does not divide the {groups} groups of a batch "
+            f"(learner.batch_size / rollout.group_size): set it to {' or '.join(map(str, near))}"
         )
 
 
@@ -70,23 +74,55 @@ def _lengths(c: Context) -> Iterator[str]:
         )
 
 
-def _loss(c: Context) -> Iterator[str]:
-    if c.config.learner.epochs == 1:
-        yield from c.inactive(
-            "learner.loss.clip_low", "learner.loss.clip_high", "learner.loss.dual_clip",
-            why="with learner.epochs=1 (the ratio to the policy before the update is 1)",
-            fix="set learner.epochs=2 or more",
-        )  # fmt: skip
+def _optim(c: Context) -> Iterator[str]:
     optim = c.config.learner.optim
     if optim.lr > MAX_LR:
         yield (
             f"{c.named('learner.optim.lr')} destroys the weights in one step: lower it to "
             "1e-3 or less (1e-6 to 2e-5 are usual)"
         )
+    critic_lr = c.config.learner.critic.lr
+    if critic_lr is not None and critic_lr > MAX_LR:
+        yield (
+            f"{c.named('learner.critic.lr')} destroys the critic in one step: lower it to 1e-2 or "
+            "less"
+        )
     if optim.warmup_steps > c.config.run.steps:
         yield (
             f"{c.named('learner.optim.warmup_steps')} is over run.steps={c.config.run.steps}: "
             "the peak learning rate would never be reached: lower it"
+        )
+
+
+def _model(c: Context) -> Iterator[str]:
+    learner = c.config.learner
+    if learner.lora.rank is None:
+        yield from c.inactive(
+            "learner.lora.alpha", "learner.lora.targets", why="without learner.lora.rank",
+            fix="set learner.lora.rank",
+        )  # fmt: skip
+    elif learner.lora.targets == ():
+        yield (
+            f"{c.named('learner.lora.targets')} names no layer, so nothing would be trained: name "
+            "linear layers, e.g. [q_proj,v_proj], or remove it for all but the head"
+        )
+    flash = learner.attention == "flash"
+    if flash and learner.dtype != "bfloat16":
+        yield (
+            f"{c.named('learner.attention')} needs learner.dtype=bfloat16, and "
+            f"{c.named('learner.dtype')}: set one of them, or learner.attention=auto"
+        )
+    if c.device != "cpu":
+        return
+    on = "on device cpu" + (" (cluster.device=auto)" if c.config.cluster.device == "auto" else "")
+    if learner.cpu_offload:
+        yield (
+            f"{c.named('learner.cpu_offload')} needs GPUs and runs {on}, where all is in host "
+            "memory: set it to false"
+        )
+    if flash:
+        yield (
+            f"{c.named('learner.attention')} needs GPUs and runs {on}: set learner.attention=auto"
         )
 
 
@@ -101,12 +137,13 @@ def _groups(c: Context) -> Iterator[str]:
             "rollout.quarantine_after", why="with stop.epochs=1 (no prompt comes again)",
             fix="raise stop.epochs",
         )  # fmt: skip
-    if c.config.rollout.group_size == 2:
+    size = c.config.rollout.group_size
+    if size <= 2:
         yield from c.inactive(
             "rollout.failed_member",
-            why="with rollout.group_size=2 (what is left is a group of one, always dropped)",
+            why=f"with rollout.group_size={size} (what is left is one sample at most: dropped)",
             fix="raise rollout.group_size",
         )
 
 
-RULES: tuple[Rule, ...] = (_groups, _batch, _admission, _lengths, _loss)
+RULES: tuple[Rule, ...] = (_groups, _batch, _admission, _lengths, _optim, _model)

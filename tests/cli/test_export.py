@@ -1,0 +1,133 @@
+"""`asyncrl export` as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from asyncrl.__main__ import main
+from tests.cli.test_cli import HEAVY
+from tests.helpers.tiny_model import save_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder that has ended, with a final model in float32 and a tokenizer."""
+    folder = tmp_path / "runs" / "tiny-1"
+    final = save_tiny_model(folder / "checkpoints" / "final", "qwen3", tied=True)
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(final)
+    (folder / "config.yaml").write_text("")
+    (folder / "summary.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        ("tiny-1", "bfloat16"),
+        ("latest", None),
+        ("runs/tiny-1", "float32"),
+        ("runs/tiny-1/checkpoints/final", "bfloat16"),
+    ],
+)
+def test_the_copy_is_the_model(
+    run: Path, tmp_path: Path, source: str, dtype: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    args = ["export", source, "out/model", *(["--dtype", dtype] if dtype else [])]
+    assert main(args) == 0
+    written = dtype or "float32"
+    out, err = capfd.readouterr()
+    assert out.strip().endswith(f"checkpoints/final in {written}")
+    assert err == ""
+    want = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "final").state_dict()
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "out/model", dtype="auto")
+    assert got.dtype == getattr(torch, written)
+    assert got.lm_head.weight is got.model.embed_tokens.weight
+    for name, value in got.state_dict().items():
+        assert torch.equal(value, want[name].to(value.dtype)), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "out/model").encode("b") == [1]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model"]
+
+
+def test_an_empty_folder_may_be_there(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert main(["export", "tiny-1", "out"]) == 0
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def _unfinished(run: Path) -> None:
+    (run / "summary.json").unlink()
+    (run / "checkpoints" / "final").rename(run / "checkpoints" / "final.partial")
+
+
+def _without_model(run: Path) -> None:
+    (run / "checkpoints" / "final").rename(run / "elsewhere")
+
+
+def _half(run: Path) -> None:
+    (run / "checkpoints" / "final" / "model.safetensors").write_bytes(b"half")
+
+
+def _taken(run: Path) -> None:
+    Path("out").mkdir()
+    Path("out/notes.txt").write_text("mine")
+
+
+def _taken_by_a_file(run: Path) -> None:
+    Path("out").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "source", "expected"),
+    [
+        (_unfinished, "tiny-1", "run runs/tiny-1 has not finished"),
+        (_without_model, "tiny-1", "run runs/tiny-1 has no final model"),
+        (_half, "tiny-1", "cannot load a causal language model from runs/tiny-1/checkpoints/final"),
+        (_taken, "tiny-1", "out exists and is not an empty folder"),
+        (_taken_by_a_file, "tiny-1", "out exists and is not an empty folder"),
+        (lambda run: None, "tiny-2", "no run tiny-2: neither a run's folder nor a name in runs"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line_and_code_2(
+    run: Path, change, source: str, expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change(run)
+    before = sorted(p for p in Path().rglob("*"))
+    assert main(["export", source, "out"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {expected}")
+    assert len(err.splitlines()) == 1
+    assert sorted(p for p in Path().rglob("*")) == before
+
+
+def test_an_unknown_type_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "tiny-1", "out", "--dtype", "int4"]) == 2
+    assert "int4" in capfd.readouterr().err
+
+
+def test_errors_and_help_come_without_loading_torch(run: Path) -> None:
+    _without_model(run)
+    code = (
+        "import sys, asyncrl.__main__ as m\n"
+        "assert m.main(['export', '--help']) == 0\n"
+        "assert m.main(['export', 'tiny-1', 'out']) == 2\n"
+        f"heavy = [n for n in {HEAVY!r} if n in sys.modules]\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
