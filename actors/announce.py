@@ -1,6 +1,6 @@
 """An actor's word to learner rank 0: who it is, what it runs, whether it takes weights now.
 
-    each second, and at once when `applied` or `ready` changes ──Announce──► learner/members.py
+    each second, and at once when `applied` or `ready` changes ──Announce──► members.py
 
 The actor waits for nobody here: what cannot be sent is dropped, the next one says the same.
 """

@@ -4,7 +4,7 @@ Engine            what an actor generates with            actors/vllm_engine.py
 Reward            the function that scores a response     actors/rewards/functions.py
 Scorer            what the actor asks for a reward        actors/rewards/worker.py
 WeightSubscriber  how an engine takes new weights         actors/weights.py
-WeightPublisher   how the learner sends them              learner/publish.py
+WeightPublisher   how the learner sends them              learner/publication/publish.py
 MetricSink        where records go                        asyncrl/sinks.py
 """
 

@@ -44,7 +44,7 @@ class Plan:
 
 
 FULL = Plan(Workload(groups=4, group_size=8), steps=3, repeats=3)
-QUICK = Plan(Workload(groups=2, group_size=4, longest=128), steps=2, repeats=1)
+QUICK = Plan(Workload(groups=2, group_size=4, longest=96, prompt=(12, 18)), steps=2, repeats=1)
 
 
 def plan_of(given: argparse.Namespace) -> Plan:

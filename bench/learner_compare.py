@@ -21,8 +21,9 @@ from runs import environment
 SCRIPT = Path(__file__).with_name("learner_sides.py")
 LIMIT_S = 1200.0
 """Longest life of a side."""
-TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
-"""Largest relative difference of loss and gradient norm between asyncrl and padded."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Largest relative difference of loss and gradient norm between asyncrl and padded. Autocast keeps
+the residual stream in float32, FSDP does not: norms in bfloat16 differ by some per cent."""
 TRL_TOLERANCE = 0.15
 """The same of TRL's gradient norm, which has no behaviour weight."""
 
@@ -84,7 +85,7 @@ def _same_as_trl(ours: Measured, theirs: Measured, spec: Spec) -> None:
     samples = make_samples(spec.workload)
     tokens = [t.header.response_tokens for t in samples]
     want = -sum(a * n for a, n in zip(advantages_of(samples), tokens, strict=True)) / sum(tokens)
-    if not math.isclose(theirs.loss[0], want, rel_tol=TOLERANCE["bfloat16"]):
+    if not math.isclose(theirs.loss[0], want, rel_tol=1e-2):
         raise BenchError(f"TRL's loss is {theirs.loss[0]:.6g} instead of {want:.6g}")
     if not math.isclose(ours.grad_norm[0], theirs.grad_norm[0], rel_tol=TRL_TOLERANCE):
         raise BenchError(

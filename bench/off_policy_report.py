@@ -114,7 +114,7 @@ def _cell(c: Cell | None) -> str:
 
 # --- figure: a panel an age, a row a method --------------------------------------------------
 
-_LEFT, _PANEL, _GAP, _ROW, _TOP, _BOTTOM = 150, 190, 18, 24, 62, 74
+_LEFT, _PANEL, _GAP, _ROW, _TOP, _BOTTOM = 150, 180, 34, 24, 62, 74
 _INK, _GREY, _BLUE, _BAND = "#1f2328", "#6e7781", "#0969da", "#f3f4f6"
 
 
@@ -146,7 +146,7 @@ def figure(found: Sequence[Cell], start: float) -> str:
         of_age = [at.get((m, k)) for m in methods]
         parts += _panel(of_age, k, x0, low, high, start, at.get((BASELINE, k)))
     note = (
-        f"bars: 95 % intervals; filled: clear of {BASELINE}'s (dashed); dotted: before training; "
+        f"bars: 95 % intervals; filled: apart from {BASELINE}'s (dashed); dotted: before training; "
         "each method at its best learning rate"
     )
     parts += [_text(12, height - 14, note, colour=_GREY), "</svg>"]
@@ -154,12 +154,12 @@ def figure(found: Sequence[Cell], start: float) -> str:
 
 
 def _range(found: Sequence[Cell], start: float) -> tuple[float, float]:
-    """Tenths that hold all intervals, within 0 and 1."""
+    """Even tenths that hold all intervals, within 0 and 1."""
     halves = [0.0 if math.isinf(c.half) else c.half for c in found]
     low = min([start, *(c.mean - h for c, h in zip(found, halves, strict=True))])
     high = max([start, *(c.mean + h for c, h in zip(found, halves, strict=True))])
-    low, high = max(0.0, math.floor(low * 10) / 10), min(1.0, math.ceil(high * 10) / 10)
-    return low, max(high, low + 0.1)
+    low, high = max(0.0, math.floor(low * 5) / 5), min(1.0, math.ceil(high * 5) / 5)
+    return (low, high) if high > low else (max(0.0, low - 0.2), high)
 
 
 def _panel(
@@ -172,10 +172,8 @@ def _panel(
         return round(x0 + _PANEL * (min(max(value, low), high) - low) / (high - low), 1)
 
     parts = [_text(x0 + _PANEL / 2, _TOP - 14, f"k = {k}", anchor="middle", bold=True)]
-    tenths = round((high - low) * 10)
-    every = 1 if tenths <= 4 else 2 if tenths <= 8 else 5
-    for tenth in range(0, tenths + 1, every):
-        value = low + tenth / 10
+    for tick in range(round((high - low) * 5) + 1):
+        value = low + tick / 5
         parts.append(_line(x(value), _TOP, x(value), bottom, "#d0d7de"))
         parts.append(_text(x(value), bottom + 18, f"{value:.1f}", anchor="middle", colour=_GREY))
     parts.append(_line(x(start), _TOP, x(start), bottom, _GREY, dash="1 3"))

@@ -11,12 +11,19 @@ import torch
 
 from asyncrl.config.learning import LearnerConfig
 from asyncrl.learner.collectives import gather_rows, sum_over_ranks
-from asyncrl.learner.corrections import effective_sample_share, m2po_threshold
-from asyncrl.learner.kl import kl_estimate
+from asyncrl.learner.maths.corrections import effective_sample_share, m2po_threshold
+from asyncrl.learner.maths.kl import kl_estimate
+from asyncrl.learner.maths.returns import (
+    discounted_returns,
+    gae,
+    moments,
+    token_rewards,
+    vtrace,
+    whiten,
+)
 from asyncrl.learner.microbatch import Microbatch
-from asyncrl.learner.model import CRITICS
 from asyncrl.learner.objective import OF_TOKENS, prox_of, treatment
-from asyncrl.learner.returns import discounted_returns, gae, moments, token_rewards, vtrace, whiten
+from asyncrl.learner.policy.model import CRITICS
 from asyncrl.learner.samples import Ints
 from asyncrl.learner.work import Work
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.learner.corrections import LOG_RATIO_CLAMP, k3, weight_statistics
-from asyncrl.learner.critic_loss import explained_variance
+from asyncrl.learner.maths.corrections import LOG_RATIO_CLAMP, k3, weight_statistics
+from asyncrl.learner.maths.critic_loss import explained_variance
 from asyncrl.staleness import sample_staleness
 from asyncrl.types import FinishReason, SampleHeader, Version
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.learner.logprobs import PackTensors
 from asyncrl.learner.packing import Pack, dummy_pack
+from asyncrl.learner.policy.logprobs import PackTensors
 from asyncrl.learner.samples import Bools, LocalSamples
 from asyncrl.staleness import token_staleness
 from asyncrl.types import Version

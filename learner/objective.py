@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.learning import LearnerConfig
-from asyncrl.learner.corrections import Weight, behaviour_weight, opsm_keep
-from asyncrl.learner.critic_loss import value_loss
-from asyncrl.learner.kl import kl_estimate
-from asyncrl.learner.losses import policy_term
+from asyncrl.learner.maths.corrections import Weight, behaviour_weight, opsm_keep
+from asyncrl.learner.maths.critic_loss import value_loss
+from asyncrl.learner.maths.kl import kl_estimate
+from asyncrl.learner.maths.losses import policy_term
 from asyncrl.learner.microbatch import Microbatch
-from asyncrl.learner.model import CRITICS
-from asyncrl.learner.packed import Scores
+from asyncrl.learner.policy.model import CRITICS
+from asyncrl.learner.policy.packed import Scores
 
 OF_TOKENS = ("reinforce++", *CRITICS)
 """Advantage estimators that work on the rewards of tokens; the others compare a group's samples."""

@@ -13,7 +13,7 @@ from asyncrl.learner.collectives import gather_rows, sum_over_ranks
 from asyncrl.learner.diagnostics import Hist, Metrics, manifest_metrics, token_metrics
 from asyncrl.learner.microbatch import COLUMNS
 from asyncrl.learner.objective import Sums, ratio_moves
-from asyncrl.learner.optim import Applied
+from asyncrl.learner.policy.optim import Applied
 from asyncrl.learner.work import Work
 from asyncrl.types import SampleHeader, Version
 

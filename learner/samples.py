@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.learner.aggregation import BatchCounts
+from asyncrl.learner.maths.aggregation import BatchCounts
 from asyncrl.types import BatchPart, GroupId, SampleHeader, Trajectory
 from asyncrl.wire import unpack_trajectory
 

@@ -20,16 +20,22 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.learner.corrections import ess_collapse
 from asyncrl.learner.credit import needs_first_pass, settle
 from asyncrl.learner.diagnostics import Hist, Metrics, replay_metrics
+from asyncrl.learner.maths.corrections import ess_collapse
+from asyncrl.learner.maths.shaping import load_function
 from asyncrl.learner.microbatch import Microbatch
-from asyncrl.learner.model import CRITICS, Policy
 from asyncrl.learner.objective import Sums, loss_of, note_treatment
-from asyncrl.learner.optim import Applied, apply_gradient, ess_scale, lr_factor, make_optimizer
-from asyncrl.learner.packed import Scores
+from asyncrl.learner.policy.model import CRITICS, Policy
+from asyncrl.learner.policy.optim import (
+    Applied,
+    apply_gradient,
+    ess_scale,
+    lr_factor,
+    make_optimizer,
+)
+from asyncrl.learner.policy.packed import Scores
 from asyncrl.learner.report import step_metrics
-from asyncrl.learner.shaping import load_function
 from asyncrl.learner.work import Work, prepare
 from asyncrl.staleness import check_bound
 from asyncrl.types import BatchPart, SampleId, Version

@@ -19,10 +19,11 @@ import torch
 
 from asyncrl.config.learning import LearnerConfig
 from asyncrl.config.schema import Config
-from asyncrl.learner.advantages import batch_advantages
-from asyncrl.learner.aggregation import Aggregation, BatchCounts, token_coefficients
 from asyncrl.learner.collectives import gather_counts, sum_over_ranks
-from asyncrl.learner.corrections import check_present
+from asyncrl.learner.maths.advantages import batch_advantages
+from asyncrl.learner.maths.aggregation import Aggregation, BatchCounts, token_coefficients
+from asyncrl.learner.maths.corrections import check_present
+from asyncrl.learner.maths.shaping import shaped_rewards
 from asyncrl.learner.microbatch import Microbatch, make_microbatches
 from asyncrl.learner.objective import OF_TOKENS
 from asyncrl.learner.packing import Pack, make_packs
@@ -33,7 +34,6 @@ from asyncrl.learner.samples import (
     group_numbers,
     minibatch_numbers,
 )
-from asyncrl.learner.shaping import shaped_rewards
 from asyncrl.types import BatchPart, Version
 
 

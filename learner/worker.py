@@ -25,7 +25,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.hub import HubClient
 from asyncrl.idlog import IdLog
-from asyncrl.learner.members import Members
+from asyncrl.learner.publication.members import Members
 from asyncrl.learner.stopping import StopRules
 from asyncrl.metrics import IdleMeter, TimeShares
 from asyncrl.pulse import Pulse
@@ -36,7 +36,7 @@ from asyncrl.waits import Waits
 from asyncrl.weights import ParamSpec
 
 if TYPE_CHECKING:
-    from asyncrl.learner.publish import BroadcastPublisher
+    from asyncrl.learner.publication.publish import BroadcastPublisher
     from asyncrl.learner.step import StepResult
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class LearnerWorker:
     def _make_publisher(self) -> BroadcastPublisher:
         import torch
 
-        from asyncrl.learner.publish import BroadcastPublisher
+        from asyncrl.learner.publication.publish import BroadcastPublisher
 
         s, dtype = self.settings, self.config.engine.dtype
         shapes = self.trainer.policy.parameter_shapes()

@@ -25,8 +25,8 @@ from asyncrl.actors.weights import WeightService
 from asyncrl.buffer.server import MAX_FRAME_BYTES, MAX_FRAMES
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.hub import Hub, HubClient
-from asyncrl.learner.members import Member, Members
-from asyncrl.learner.weight_fleet import FleetClient, Limits
+from asyncrl.learner.publication.members import Member, Members
+from asyncrl.learner.publication.weight_fleet import FleetClient, Limits
 from asyncrl.security import (
     CLIENT_SECRET,
     MAX_CONTROL_BYTES,

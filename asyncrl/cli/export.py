@@ -35,7 +35,7 @@ def export(
     folder = _model_folder(source, directory)
     target = expand(out, "OUT")
 
-    from asyncrl.learner.export import export as write
+    from asyncrl.learner.policy.export import export as write
 
     written = write(folder, target, dtype, trust_remote_code=trust_remote_code)
     print(f"{target}: {folder} in {str(written).removeprefix('torch.')}")

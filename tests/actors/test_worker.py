@@ -31,8 +31,8 @@ from asyncrl.config.schema import (
 )
 from asyncrl.errors import DeadlineError, EngineError, WeightSyncError
 from asyncrl.hub import Hub
-from asyncrl.learner.members import Member, Members
-from asyncrl.learner.weight_fleet import FleetClient
+from asyncrl.learner.publication.members import Member, Members
+from asyncrl.learner.publication.weight_fleet import FleetClient
 from asyncrl.metrics import TimeShares
 from asyncrl.roles import RoleSettings
 from asyncrl.types import BatchPart, GroupId, Prompt, Version

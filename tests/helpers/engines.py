@@ -20,8 +20,8 @@ from asyncrl.actors.announce import Announcer
 from asyncrl.actors.vllm_engine import VllmEngine
 from asyncrl.actors.weights import EngineWeights, WeightService
 from asyncrl.config.schema import Config, EngineConfig, RolloutConfig
-from asyncrl.learner.members import Members
-from asyncrl.learner.publish import BroadcastPublisher
+from asyncrl.learner.publication.members import Members
+from asyncrl.learner.publication.publish import BroadcastPublisher
 from asyncrl.protocols import Generation, GenerationRequest
 from asyncrl.types import Version
 from asyncrl.weights import ParamSpec

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.learner.attention import NAME
-from asyncrl.learner.logprobs import PackTensors, head_spec, pack_scores, trunk_of
 from asyncrl.learner.packing import Pack
+from asyncrl.learner.policy.attention import NAME
+from asyncrl.learner.policy.logprobs import PackTensors, head_spec, pack_scores, trunk_of
 
 CPU = torch.device("cpu")
 

@@ -24,10 +24,10 @@ from asyncrl.config.learning import (
     LoraConfig,
     OptimConfig,
 )
-from asyncrl.learner.logprobs import PackTensors
-from asyncrl.learner.model import Policy
-from asyncrl.learner.optim import apply_gradient, make_optimizer
 from asyncrl.learner.packing import Pack, dummy_pack, make_packs
+from asyncrl.learner.policy.logprobs import PackTensors
+from asyncrl.learner.policy.model import Policy
+from asyncrl.learner.policy.optim import apply_gradient, make_optimizer
 from asyncrl.types import Trajectory
 from tests.helpers.tiny_model import make_batch
 

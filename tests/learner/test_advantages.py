@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DataError
-from asyncrl.learner.advantages import (
+from asyncrl.learner.maths.advantages import (
     Estimator,
     batch_advantages,
     group_advantages,

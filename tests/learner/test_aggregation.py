@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from asyncrl.learner.aggregation import Aggregation, BatchCounts, token_coefficients
+from asyncrl.learner.maths.aggregation import Aggregation, BatchCounts, token_coefficients
 
 AGGREGATIONS: tuple[Aggregation, ...] = (
     "token-mean",

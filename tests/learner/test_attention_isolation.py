@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.learner import attention, flash
-from asyncrl.learner.attention import FLASH_NAME, NAME
 from asyncrl.learner.packing import Ints, Pack, make_packs
+from asyncrl.learner.policy import attention, flash
+from asyncrl.learner.policy.attention import FLASH_NAME, NAME
 from tests.helpers.tiny_model import VOCAB, make_batch, save_tiny_model
 from tests.learner.packed import load_packed, scores_of
 from tests.learner.test_flash import literal_kernel

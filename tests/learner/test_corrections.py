@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.learning import CorrectionConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.learner.corrections import (
+from asyncrl.learner.maths.corrections import (
     Level,
     behaviour_weight,
     check_present,
@@ -28,7 +28,7 @@ from asyncrl.learner.corrections import (
     opsm_keep,
     weight_statistics,
 )
-from asyncrl.learner.segments import segment_count, segment_mean, segment_sum
+from asyncrl.learner.maths.segments import segment_count, segment_mean, segment_sum
 from tests.learner.flat_tokens import CASES, Tokens, make_tokens
 
 LEVELS: tuple[Level, ...] = ("token", "sequence-product", "sequence-geometric")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.learner.critic_loss import explained_variance, value_loss
+from asyncrl.learner.maths.critic_loss import explained_variance, value_loss
 
 N = 200
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ModelError
-from asyncrl.learner import attention, flash
-from asyncrl.learner.attention import FLASH_NAME, NAME, PackLayout
-from asyncrl.learner.flash import FlashPlan, flash_attention, use_flash
 from asyncrl.learner.packing import Segment, make_packs
+from asyncrl.learner.policy import attention, flash
+from asyncrl.learner.policy.attention import FLASH_NAME, NAME, PackLayout
+from asyncrl.learner.policy.flash import FlashPlan, flash_attention, use_flash
 from tests.helpers.tiny_model import make_batch, save_tiny_model
 from tests.learner.packed import CPU, load_packed, scores_of
 

@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from asyncrl.errors import ModelError
-from asyncrl.learner import head
-from asyncrl.learner.attention import NAME
-from asyncrl.learner.head import head_logprobs
-from asyncrl.learner.logprobs import check_head, head_spec, trunk_of
+from asyncrl.learner.policy import head
+from asyncrl.learner.policy.attention import NAME
+from asyncrl.learner.policy.head import head_logprobs
+from asyncrl.learner.policy.logprobs import check_head, head_spec, trunk_of
 
 R, H, V, N = 7, 5, 23, 11
 """Rows, hidden size, vocabulary (a prime, so no block size divides it), tokens."""
@@ -284,7 +284,7 @@ def test_an_unknown_scaling_is_refused(
 ) -> None:
     model = _model(config)
     spec = replace(head_spec(model), **overlooked)
-    monkeypatch.setattr("asyncrl.learner.logprobs.head_spec", lambda _: spec)
+    monkeypatch.setattr("asyncrl.learner.policy.logprobs.head_spec", lambda _: spec)
     with pytest.raises(ModelError, match=rf"{type(model).__name__} makes its logits in a way"):
         check_head(model)
 

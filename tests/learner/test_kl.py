@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.learner.kl import Estimator, kl_estimate
+from asyncrl.learner.maths.kl import Estimator, kl_estimate
 from tests.learner.flat_tokens import CASES
 
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k3-unbiased")

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.learning import KLConfig, LearnerConfig, LoraConfig, OptimConfig
 from asyncrl.errors import MissingExtraError, ModelError
-from asyncrl.learner.model import Policy
-from asyncrl.learner.optim import apply_gradient, make_optimizer
+from asyncrl.learner.policy.model import Policy
+from asyncrl.learner.policy.optim import apply_gradient, make_optimizer
 from tests.helpers.tiny_model import make_batch, save_tiny_model
 from tests.learner.policies import LORA, make_policy, one_pack, plain_scores, randomise
 

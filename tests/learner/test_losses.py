@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.config.learning import CorrectionConfig, LossConfig
-from asyncrl.learner.corrections import behaviour_weight, opsm_keep
-from asyncrl.learner.losses import Divergence, policy_term, ppo, two_way_divergence
+from asyncrl.learner.maths.corrections import behaviour_weight, opsm_keep
+from asyncrl.learner.maths.losses import Divergence, policy_term, ppo, two_way_divergence
 from tests.learner.flat_tokens import CASES, Tokens, make_tokens
 
 LOSSES = {

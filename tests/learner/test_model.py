@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.learning import CriticConfig, KLConfig, LearnerConfig, OptimConfig
 from asyncrl.errors import ModelError
-from asyncrl.learner.optim import apply_gradient, make_optimizer
+from asyncrl.learner.policy.optim import apply_gradient, make_optimizer
 from tests.helpers.tiny_model import VOCAB, make_batch, save_tiny_model
 from tests.learner.policies import (
     CASES,

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from asyncrl.config.learning import CriticConfig, LearnerConfig, OptimConfig
-from asyncrl.learner.optim import Trainable, apply_gradient, ess_scale, lr_factor, make_optimizer
+from asyncrl.learner.policy.optim import (
+    Trainable,
+    apply_gradient,
+    ess_scale,
+    lr_factor,
+    make_optimizer,
+)
 
 
 class Model:

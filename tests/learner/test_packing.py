@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError, ModelError
-from asyncrl.learner import attention
-from asyncrl.learner.loading import load_causal_lm
 from asyncrl.learner.packing import Pack, dummy_pack, make_packs
+from asyncrl.learner.policy import attention
+from asyncrl.learner.policy.loading import load_causal_lm
 from asyncrl.types import Trajectory
 from tests.helpers.tiny_model import make_batch, make_trajectory, save_tiny_model
 from tests.learner.packed import load_packed, scores_of

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.learner import publish
-from asyncrl.learner.members import Member
-from asyncrl.learner.publish import BroadcastPublisher
-from asyncrl.learner.round import Courier
-from asyncrl.learner.weight_fleet import FleetClient
+from asyncrl.learner.publication import publish
+from asyncrl.learner.publication.members import Member
+from asyncrl.learner.publication.publish import BroadcastPublisher
+from asyncrl.learner.publication.round import Courier
+from asyncrl.learner.publication.weight_fleet import FleetClient
 from asyncrl.types import Version
 from asyncrl.weights import ParamSpec
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.learner.returns import (
+from asyncrl.learner.maths.returns import (
     discounted_returns,
     gae,
     moments,

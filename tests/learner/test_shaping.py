@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.learning import ShapingConfig
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.learner.shaping import load_function, shaped_rewards
+from asyncrl.learner.maths.shaping import load_function, shaped_rewards
 from asyncrl.types import SampleHeader
 from tests.helpers.tiny_model import make_trajectory
 

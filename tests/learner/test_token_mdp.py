@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.learner.critic_loss import value_loss
-from asyncrl.learner.losses import reinforce
-from asyncrl.learner.returns import vtrace
+from asyncrl.learner.maths.critic_loss import value_loss
+from asyncrl.learner.maths.losses import reinforce
+from asyncrl.learner.maths.returns import vtrace
 
 WORDS, HORIZON, STATES = 4, 6, 4
 START, SAFE, LOCK_A, LOCK_B = range(STATES)

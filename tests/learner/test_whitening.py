@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.learner.returns import moments, whiten
+from asyncrl.learner.maths.returns import moments, whiten
 
 
 def test_whitening_is_by_the_counted_tokens_of_the_whole_batch() -> None:

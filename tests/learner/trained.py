@@ -14,7 +14,7 @@ import asyncrl.learner.step as step_module
 from asyncrl.config.learning import LearnerConfig, LossConfig, OptimConfig
 from asyncrl.config.load import load
 from asyncrl.config.schema import BufferConfig, Config
-from asyncrl.learner.optim import Applied
+from asyncrl.learner.policy.optim import Applied
 from asyncrl.learner.step import StepResult, Trainer
 from asyncrl.types import Trajectory, Version
 from tests.helpers.tiny_model import make_batch, make_part

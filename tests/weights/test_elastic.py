@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.learner import members as members_module
-from asyncrl.learner.members import Member, Members
-from asyncrl.learner.publish import BroadcastPublisher
-from asyncrl.learner.round import _blame
-from asyncrl.learner.weight_fleet import Failure, FleetClient
+from asyncrl.learner.publication import members as members_module
+from asyncrl.learner.publication.members import Member, Members
+from asyncrl.learner.publication.publish import BroadcastPublisher
+from asyncrl.learner.publication.round import _blame
+from asyncrl.learner.publication.weight_fleet import Failure, FleetClient
 from asyncrl.types import Version
 from asyncrl.weights import ParamSpec
 from tests.weights.fakes import FakeEngine, Fleet, GlooEngine

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.learner.members import Member
-from asyncrl.learner.weight_fleet import FleetClient, Limits
+from asyncrl.learner.publication.members import Member
+from asyncrl.learner.publication.weight_fleet import FleetClient, Limits
 from asyncrl.types import Version
 from tests.weights.fakes import FakeEngine, Services
 

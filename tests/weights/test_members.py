@@ -17,8 +17,8 @@ from asyncrl import wire
 from asyncrl.actors import announce
 from asyncrl.actors.announce import Announcer
 from asyncrl.actors.weights import WeightService
-from asyncrl.learner import members as members_module
-from asyncrl.learner.members import Member, Members
+from asyncrl.learner.publication import members as members_module
+from asyncrl.learner.publication.members import Member, Members
 from asyncrl.types import Version
 from tests.weights.fakes import FakeEngine, subscriber
 
@@ -221,5 +221,5 @@ def test_an_announcement_waits_for_nobody() -> None:
 
 
 def test_members_need_no_torch() -> None:
-    code = "import sys, asyncrl.learner.members; sys.exit('torch' in sys.modules)"
+    code = "import sys, asyncrl.learner.publication.members; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.learner.round import nccl_init_info
+from asyncrl.learner.publication.round import nccl_init_info
 from asyncrl.types import Version
 from asyncrl.weights import ParamSpec, TransferPlan
 from tests.helpers.engines import hf_logprobs, metadata, tiny_model
@@ -27,7 +27,7 @@ def test_vllm_has_what_the_nccl_path_uses() -> None:
         NCCLWeightTransferUpdateInfo,
     )
 
-    from asyncrl.learner.weight_fleet import FleetClient
+    from asyncrl.learner.publication.weight_fleet import FleetClient
 
     info = nccl_init_info("127.0.0.1", 3)
     assert (info.backend, info.world_size, info.is_sender) == ("nccl", 3, True)
@@ -46,8 +46,8 @@ def test_vllm_has_what_the_nccl_path_uses() -> None:
 
 
 def test_gloo_and_nccl_sources_agree_with_their_metadata() -> None:
-    from asyncrl.learner.gloo_sender import SnapshotSource
-    from asyncrl.learner.snapshot import Snapshot
+    from asyncrl.learner.publication.gloo_sender import SnapshotSource
+    from asyncrl.learner.publication.snapshot import Snapshot
 
     model = tiny_model("llama", tied=False)
     snapshot = Snapshot(TransferPlan(tuple(metadata(model))))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.learner.snapshot import Snapshot
+from asyncrl.learner.publication.snapshot import Snapshot
 from asyncrl.weights import DTYPE_BYTES, ParamSpec, TransferPlan
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -29,8 +29,8 @@ MODULES = (
     "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker", "asyncrl.actors.worker", "asyncrl.actors.vllm_engine",
     "asyncrl.actors.weights", "asyncrl.actors.gloo_transfer", "asyncrl.buffer.server",
-    "asyncrl.learner.worker", "asyncrl.learner.step", "asyncrl.learner.publish",
-    "asyncrl.learner.gloo_sender", "vllm.model_executor.models.llama",
+    "asyncrl.learner.worker", "asyncrl.learner.step", "asyncrl.learner.publication.publish",
+    "asyncrl.learner.publication.gloo_sender", "vllm.model_executor.models.llama",
 )  # fmt: skip
 """What roles need and is slow to import; not there (a CUDA build, say) is no error."""
 

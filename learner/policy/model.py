@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.learning import LearnerConfig
-from asyncrl.learner.critic import Critic
-from asyncrl.learner.export import write_hf
-from asyncrl.learner.loading import (
+from asyncrl.learner.policy.critic import Critic
+from asyncrl.learner.policy.export import write_hf
+from asyncrl.learner.policy.loading import (
     cast_frozen,
     checkpoint_layers,
     decoder_layers,
     load_causal_lm,
     set_attention,
 )
-from asyncrl.learner.logprobs import PackTensors, check_head
-from asyncrl.learner.lora import add_adapters, hf_parameters, merged, without_adapters
-from asyncrl.learner.optim import Trainable
-from asyncrl.learner.packed import PackedPolicy, Scores
-from asyncrl.learner.sharding import Sharder, compile_layers, reshard, whole
+from asyncrl.learner.policy.logprobs import PackTensors, check_head
+from asyncrl.learner.policy.lora import add_adapters, hf_parameters, merged, without_adapters
+from asyncrl.learner.policy.optim import Trainable
+from asyncrl.learner.policy.packed import PackedPolicy, Scores
+from asyncrl.learner.policy.sharding import Sharder, compile_layers, reshard, whole
 
 CRITICS = ("gae", "vtrace")
 """Advantage estimators that need values."""

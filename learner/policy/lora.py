@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from asyncrl.config.learning import LoraConfig
 from asyncrl.errors import MissingExtraError, ModelError
-from asyncrl.learner.sharding import whole
+from asyncrl.learner.policy.sharding import whole
 
 _ADAPTER = "default"
 

@@ -32,8 +32,8 @@ from vllm.distributed.weight_transfer import (
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.learner.snapshot import Snapshot
-from asyncrl.learner.weight_fleet import FleetClient
+from asyncrl.learner.publication.snapshot import Snapshot
+from asyncrl.learner.publication.weight_fleet import FleetClient
 from asyncrl.weights import ARRIVED, GO, uses_loopback
 
 _POLL_S = 0.005

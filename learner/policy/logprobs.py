@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ModelError
-from asyncrl.learner.attention import LAYOUT, PackLayout
-from asyncrl.learner.head import head_logprobs
 from asyncrl.learner.packing import Pack, Segment
+from asyncrl.learner.policy.attention import LAYOUT, PackLayout
+from asyncrl.learner.policy.head import head_logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.learner.members import Member, Members
-from asyncrl.learner.round import Courier, Outcome
-from asyncrl.learner.snapshot import Snapshot
+from asyncrl.learner.publication.members import Member, Members
+from asyncrl.learner.publication.round import Courier, Outcome
+from asyncrl.learner.publication.snapshot import Snapshot
 from asyncrl.security import Keys
 from asyncrl.types import Version
 from asyncrl.weights import BUCKET_BYTES, ParamSpec, TransferPlan, publication_deadline_s

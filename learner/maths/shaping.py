@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from asyncrl.config.learning import ShapingConfig
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.learner.advantages import by_group, check_finite
+from asyncrl.learner.maths.advantages import by_group, check_finite
 from asyncrl.types import SampleHeader
 
 Floats64 = npt.NDArray[np.float64]

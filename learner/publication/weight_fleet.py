@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl import wire
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.learner.members import Member
+from asyncrl.learner.publication.members import Member
 from asyncrl.security import Keys, secure_client
 from asyncrl.types import Version
 from asyncrl.weights import BYTES_PER_S

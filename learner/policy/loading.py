@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.errors import ModelError
-from asyncrl.learner.attention import FLASH_NAME, NAME
-from asyncrl.learner.flash import use_flash
+from asyncrl.learner.policy.attention import FLASH_NAME, NAME
+from asyncrl.learner.policy.flash import use_flash
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 

@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.learner.members import Member
-from asyncrl.learner.snapshot import Snapshot
-from asyncrl.learner.weight_fleet import Failure, FleetClient, Limits
+from asyncrl.learner.publication.members import Member
+from asyncrl.learner.publication.snapshot import Snapshot
+from asyncrl.learner.publication.weight_fleet import Failure, FleetClient, Limits
 from asyncrl.security import Keys
 from asyncrl.types import Version
 
@@ -154,7 +154,7 @@ class Courier:
     def _join(self, client: FleetClient) -> Any:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        from asyncrl.learner.gloo_sender import GlooTrainerInitInfo, SnapshotSource
+        from asyncrl.learner.publication.gloo_sender import GlooTrainerInitInfo, SnapshotSource
 
         world_size = 1 + sum(m.workers for m in client.members)
         init: Any

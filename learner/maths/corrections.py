@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncrl.config.learning import CorrectionConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.learner.segments import segment_count, segment_mean, segment_sum
+from asyncrl.learner.maths.segments import segment_count, segment_mean, segment_sum
 
 Bools = npt.NDArray[np.bool_]
 Floats64 = npt.NDArray[np.float64]

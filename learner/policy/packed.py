@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asyncrl.learner.attention import LAYOUT
-from asyncrl.learner.logprobs import PackTensors, head_spec, pack_scores, trunk_of
+from asyncrl.learner.policy.attention import LAYOUT
+from asyncrl.learner.policy.logprobs import PackTensors, head_spec, pack_scores, trunk_of
 
 
 class Scores(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyncrl.learner.corrections import exp_clamped, log_ratio
+from asyncrl.learner.maths.corrections import exp_clamped, log_ratio
 
 Estimator = Literal["k1", "k2", "k3", "k3-unbiased"]
 

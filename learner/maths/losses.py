@@ -2,7 +2,7 @@
 
     loss of a microbatch = - sum over tokens of coefficient * weight * kept * surrogate
 
-with the coefficient from learner/aggregation.py and weight and kept from learner/corrections.py.
+with the coefficient from aggregation.py, weight and kept from corrections.py.
 mu is the engine at the moment of sampling, prox the policy before the update, theta the one being
 trained; r = pi_theta/pi_prox, rho = pi_theta/mu, A the advantage, sg stops the gradient.
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.learning import DEFAULT_CAP, LossConfig
-from asyncrl.learner.corrections import exp_clamped, log_ratio
-from asyncrl.learner.segments import segment_count, segment_mean
+from asyncrl.learner.maths.corrections import exp_clamped, log_ratio
+from asyncrl.learner.maths.segments import segment_count, segment_mean
 
 Divergence = Literal["tv", "kl"]
 

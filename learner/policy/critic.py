@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from asyncrl.learner.loading import decoder_layers
-from asyncrl.learner.logprobs import PackTensors
-from asyncrl.learner.packed import PackedCritic
-from asyncrl.learner.sharding import Sharder, reshard
+from asyncrl.learner.policy.loading import decoder_layers
+from asyncrl.learner.policy.logprobs import PackTensors
+from asyncrl.learner.policy.packed import PackedCritic
+from asyncrl.learner.policy.sharding import Sharder, reshard
 
 
 class Critic:

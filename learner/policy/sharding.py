@@ -18,7 +18,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 
-from asyncrl.learner.attention import FLASH_NAME, NAME, packed_attention, packed_flash_attention
+from asyncrl.learner.policy.attention import (
+    FLASH_NAME,
+    NAME,
+    packed_attention,
+    packed_flash_attention,
+)
 
 
 class Sharder:

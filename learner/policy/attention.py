@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from asyncrl.errors import ModelError
-from asyncrl.learner.flash import FlashPlan, flash_attention
 from asyncrl.learner.packing import Segment
+from asyncrl.learner.policy.flash import FlashPlan, flash_attention
 
 NAME = "asyncrl_packed"
 """Pass as `attn_implementation` to transformers."""

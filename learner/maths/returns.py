@@ -21,8 +21,8 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.learner.advantages import STD_EPS
-from asyncrl.learner.corrections import LOG_RATIO_CLAMP
+from asyncrl.learner.maths.advantages import STD_EPS
+from asyncrl.learner.maths.corrections import LOG_RATIO_CLAMP
 
 NO_SPREAD = 1e-12
 """A variance below this share of the mean square is the rounding of equal float32 numbers."""

@@ -1,0 +1,1 @@
+"""The model being trained and what is kept beside it: heads, adapters, critic, optimizer."""

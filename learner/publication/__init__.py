@@ -1,0 +1,1 @@
+"""Versioned weights on their way to the actors."""
