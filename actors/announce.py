@@ -44,6 +44,7 @@ class Announcer:
         self._name, self._workers = name, workers
         self._applied = applied
         self._said: tuple[Version, bool] | None = None
+        self._leaving = False
         self._changed = asyncio.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
@@ -64,8 +65,17 @@ class Announcer:
 
     def look(self) -> None:
         """Announce at once, from `run`, if there is news."""
-        if self._said != (self._applied(), self._service.ready):
+        if self._said != (self._applied(), self._ready):
             self._changed.set()
+
+    def leave(self) -> None:
+        """Say at once that this actor takes no more weights, and nothing else from now on."""
+        self._leaving = True
+        self._announce()
+
+    @property
+    def _ready(self) -> bool:
+        return self._service.ready and not self._leaving
 
     def close(self) -> None:
         """Say no more; safe to call twice."""
@@ -74,7 +84,7 @@ class Announcer:
         self._context.term()
 
     def _announce(self) -> None:
-        applied, ready = self._applied(), self._service.ready
+        applied, ready = self._applied(), self._ready
         message = wire.Announce(
             name=self._name,
             pid=os.getpid(),

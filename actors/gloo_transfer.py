@@ -49,13 +49,17 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What one publication brings (see `TransferPlan`), in which buckets, by when (seconds)."""
+    """What one publication brings (see `TransferPlan`), in which buckets, by when (seconds).
+
+    `checksums` are those of the tensors as they were sent.
+    """
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     bucket_bytes: int
     timeout_s: float
+    checksums: list[int]
     plan: TransferPlan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,11 +72,14 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     supports_draft_weight_update = False
+    _staging: dict[str, torch.Tensor] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group: ProcessGroup | None = None
         self.staged: list[tuple[str, torch.Tensor]] | None = None
+        self.damaged: list[str] = []
+        """Tensors of the last publication that did not arrive as they were sent."""
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the group; a group joined before is left.
@@ -110,13 +117,15 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Receive every bucket of the publication; the model is not touched.
 
+        If a tensor did not arrive as it was sent, nothing is staged, and `damaged` names it.
+
         Raises:
             RuntimeError: a peer left, or the deadline passed; the group is then of no use.
         """
         if self.group is None:
             raise RuntimeError("gloo weight transfer: not joined, or its group broke earlier")
         plan, deadline = update_info.plan, time.monotonic() + update_info.timeout_s
-        flat = {d: torch.empty(n, dtype=getattr(torch, d)) for d, n in plan.sizes.items()}
+        flat = self._staging_for(plan)
         try:
             for bucket in plan.buckets(update_info.bucket_bytes):
                 options = BroadcastOptions()
@@ -126,11 +135,25 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self.group.broadcast([part], options).wait()
         except RuntimeError:
             self.shutdown()  # half a bucket may be on the wire
+            self._staging = None
             raise
+        self.damaged = _damaged(flat, update_info)
+        if self.damaged:
+            return
         self.staged = [
             (slot.spec.name, flat[slot.spec.dtype][slot.start : slot.stop].view(slot.spec.shape))
             for slot in plan.slots
         ]
+
+    def _staging_for(self, plan: TransferPlan) -> dict[str, torch.Tensor]:
+        """The buffers of the last publication, which is loaded and gone: to touch new memory would
+        cost as much as to receive into it.
+        """
+        flat = self._staging
+        if flat is None or {d: t.numel() for d, t in flat.items()} != plan.sizes:
+            flat = {d: torch.empty(n, dtype=getattr(torch, d)) for d, n in plan.sizes.items()}
+        self._staging = flat
+        return flat
 
     def drop_staged(self) -> None:
         """Make the next `finish_weight_update` keep the old weights."""
@@ -154,6 +177,13 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Leave the group; the engine goes on serving."""
         self.group = None
         self.staged = None
+
+
+def _damaged(flat: dict[str, torch.Tensor], sent: GlooUpdateInfo) -> list[str]:
+    raw = {d: t.view(torch.uint8).numpy().data for d, t in flat.items()}
+    got = sent.plan.checksums(raw)
+    names = (spec.name for spec in sent.plan.params)
+    return [n for n, a, b in zip(names, got, sent.checksums, strict=True) if a != b]
 
 
 def reload_model(
@@ -199,6 +229,10 @@ class WorkerExtension:
     def asyncrl_pids(self) -> list[int]:
         """This worker, and the engine core where that is a process of its own."""
         return sorted({os.getpid(), *_engine_core_pid()})
+
+    def asyncrl_damaged(self) -> list[str]:
+        """Tensors that did not arrive as they were sent. NCCL's engine does not look."""
+        return getattr(self.weight_transfer_engine, "damaged", [])
 
     def asyncrl_abandon_update(self) -> None:
         """Keep the old weights, whether or not this worker has received the new ones."""

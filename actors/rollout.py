@@ -8,7 +8,8 @@ Waits for: room (released by a finished sample), leases (released by the buffer,
 after LEASE_WAIT_S), a newer version (released by the weights service). A lease request is always
 parked at the buffer, because its answer also brings the end of the run: without room it asks for
 nothing. A newer one replaces it when there is room again, or when the engine moved to a new
-version (the buffer judged the parked one by the older).
+version (the buffer judged the parked one by the older). An actor that is told to leave asks for
+nothing either, and ends with its last sample.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class RolloutLoop:
         self._asking: set[asyncio.Task[wire.Leases]] = set()
         self._progress: dict[int, _Progress] = {}
         self._applied_changed = asyncio.Event()
+        self._told_to_leave: wire.Leases | None = None
 
     @property
     def in_flight(self) -> int:
@@ -112,7 +114,8 @@ class RolloutLoop:
         self._applied_changed.set()
 
     async def run(self) -> wire.Leases:
-        """Loop until the buffer answers that the run is stopping or done; that answer.
+        """Loop until the buffer answers that the run is stopping or done, or that this actor is to
+        leave, and then until it has nothing left; that answer.
 
         Raises:
             EngineError, DeadlineError: the engine or the buffer is gone.
@@ -131,7 +134,11 @@ class RolloutLoop:
     async def _loop(self, progress: asyncio.Task[None]) -> wire.Leases:
         asked_for, asked_with = 0, self.engine.applied
         while True:
+            if self._told_to_leave is not None and not self._tasks:
+                return self._told_to_leave
             room = max(0, self.config.rollout.max_in_flight - len(self._tasks))
+            if self._told_to_leave is not None:
+                room = 0
             outdated = room > 0 and (asked_for == 0 or asked_with != self.engine.applied)
             if not self._asking or outdated:
                 asked_for, asked_with = room, self.engine.applied
@@ -155,6 +162,8 @@ class RolloutLoop:
                 reply: wire.Leases = asking.result()
                 if reply.state != "running":
                     return reply
+                if reply.leave:
+                    self._told_to_leave = reply
                 for lease in reply.leases:
                     self._start(lease)
 
@@ -260,6 +269,8 @@ class RolloutLoop:
     async def _report_progress(self) -> None:
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
+            for progress in self._progress.values():
+                progress.number += self.engine.held_up  # an update has deadlines of its own
             grown = {lease: p.number for lease, p in self._progress.items() if p.report()}
             if grown:
                 await self.client.progress(self.name, grown)
@@ -295,6 +306,7 @@ def build_trajectory(
         version_max=Version(i_max, v_max), version_dispatch=generation.version_dispatch,
         version_finish=generation.version_finish, reward=float(reward),
         finish_reason=generation.finish_reason, temperature=temperature,
+        kv_mixed=generation.kv_mixed,
     )  # fmt: skip
     return Trajectory(
         header=header, prompt_ids=np.asarray(prompt_ids, np.int32),

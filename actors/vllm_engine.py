@@ -22,9 +22,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import psutil
 
+from asyncrl.actors.in_flight import InFlight
 from asyncrl.actors.vllm_parts import Parts
 from asyncrl.actors.vllm_setup import (
     engine_arguments,
@@ -36,7 +36,8 @@ from asyncrl.actors.vllm_setup import (
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.protocols import Generation, GenerationRequest
-from asyncrl.types import INITIAL, FinishReason, Version
+from asyncrl.types import INITIAL, Version
+from asyncrl.weights import refuse_damaged
 
 SHUTDOWN_S = 5.0
 """Seconds the engine's processes get to end by themselves, before they are killed."""
@@ -45,9 +46,12 @@ SHUTDOWN_S = 5.0
 def stall_limit_s(config: Config) -> float:
     """Seconds without a token, although requests are under way, after which an engine is stuck.
 
-    A publication may hold it up for its own deadline, twice if it is repeated.
+    A publication may hold it up for its own deadline, twice if it is repeated; other engines'
+    requests too, where it waits for them.
     """
-    return max(120.0, 2 * config.rollout.lease_timeout_s, 3 * config.weights.timeout_s)
+    weights = config.weights
+    held_up = 3 * weights.timeout_s + 2 * weights.drain_s
+    return max(120.0, 2 * config.rollout.lease_timeout_s, held_up)
 
 
 class VllmEngine:
@@ -58,6 +62,7 @@ class VllmEngine:
         self.tokenizer = tokenizer
         """Of its model; None for one without text."""
         self._applied = version
+        self.in_flight = InFlight()
         self._processes: list[psutil.Process] = []
         self._failed: str | None = None
         self._closed = False
@@ -94,6 +99,7 @@ class VllmEngine:
         arguments = engine_arguments(config, model_path, device, seed, weight_backend)
         engine = cls(None, load_tokenizer(model_path, config), version)
         engine._stall_s = stall_limit_s(config)
+        engine.in_flight = InFlight(config.weights.in_flight, config.weights.drain_s)
         try:
             with forked_core() if fork else contextlib.nullcontext():
                 engine._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -112,6 +118,19 @@ class VllmEngine:
     def applied(self) -> Version:
         """The version that new forward passes run with."""
         return self._applied
+
+    @property
+    def held_up(self) -> bool:
+        """Whether a weight update keeps requests from going on."""
+        return self.in_flight.held_up
+
+    def metrics(self) -> dict[str, float]:
+        """What updates did to requests under way, so far (docs/metrics.md)."""
+        done = self.in_flight
+        return {
+            "actor/resubmitted": float(done.resubmitted),
+            "actor/drain_timeouts": float(done.drain_timeouts),
+        }
 
     @property
     def dead(self) -> str | None:
@@ -151,22 +170,16 @@ class VllmEngine:
         """
         self._check_alive()
         dispatch = self._applied
-        parts = Parts()
+        parts = Parts(request)
         self._moved = time.monotonic() if not self._open else self._moved
         self._open += 1
         try:
-            async with contextlib.aclosing(
-                self._llm.generate(
-                    {"prompt_token_ids": list(request.prompt_ids)},
-                    sampling_params(request),
-                    request.request_id,
-                )
-            ) as outputs:
-                async for output in outputs:
-                    new = parts.add(output.outputs[0])
-                    self._moved = time.monotonic()
-                    if new and on_tokens is not None:
-                        on_tokens(new)
+            while True:
+                updates = self.in_flight.updates
+                await self._stream(parts, on_tokens)
+                if not self.in_flight.aborted(parts.finish_reason, updates):
+                    break
+                self.in_flight.resubmitted += 1
         except AsyncRLError:
             raise
         except Exception as e:
@@ -176,33 +189,24 @@ class VllmEngine:
             raise EngineError(f"engine is dead: {reason}") from e
         finally:
             self._open -= 1
-        return self._generation(request, parts, dispatch)
-
-    def _generation(
-        self, request: GenerationRequest, parts: Parts, dispatch: Version
-    ) -> Generation:
-        try:
-            reason = FinishReason(parts.finish_reason or "none")
-        except ValueError:
-            raise EngineError(
-                f"request {request.request_id} ended with {parts.finish_reason!r}"
-            ) from None
-        stamps = parts.stamps()
-        versions = np.array([v.version for v in stamps], np.int32)
-        incarnations = np.array([v.incarnation for v in stamps], np.int32)
         text = ""
         if self.tokenizer is not None:
             text = self.tokenizer.decode(parts.ids, skip_special_tokens=True)
-        return Generation(
-            response_ids=np.array(parts.ids, np.int32),
-            logprobs=np.array(parts.logprobs, np.float32),
-            versions=versions,
-            incarnations=incarnations,
-            version_dispatch=dispatch,
-            version_finish=stamps[-1] if stamps else self._applied,
-            finish_reason=reason,
-            text=text,
-        )
+        kv_mixed = self.in_flight.kv_mixed(parts.stamps(), dispatch)
+        return parts.generation(dispatch, kv_mixed=kv_mixed, text=text)
+
+    async def _stream(self, parts: Parts, on_tokens: Callable[[int], None] | None) -> None:
+        """Ask vLLM for the response, or for the rest of it, and take what it gives."""
+        request = parts.next_request()
+        prompt = self.in_flight.prompt(request.prompt_ids, self._applied)
+        async with contextlib.aclosing(
+            self._llm.generate(prompt, sampling_params(request), request.request_id)
+        ) as outputs:
+            async for output in outputs:
+                new = parts.add(output.outputs[0])
+                self._moved = time.monotonic()
+                if new and on_tokens is not None:
+                    on_tokens(new)
 
     # --- weights: the steps of one publication, in this order (see weights.EngineWeights) ---
 
@@ -214,31 +218,37 @@ class VllmEngine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(info)))
 
     async def begin_update(self) -> None:
-        """Pause at a token boundary, keep requests, drop all keys and values."""
+        """Pause at a token boundary; requests under way fare as `weights.in_flight` says."""
         self._check_alive()
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self.in_flight.pause(self._llm)
         await self._llm.start_weight_update()
 
     async def receive_update(self, info: Mapping[str, Any]) -> None:
-        """All workers receive one publication."""
+        """All workers receive one publication.
+
+        Raises:
+            DamagedWeightsError: a tensor did not arrive as it was sent; nothing is staged.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._check_alive()
         await self._llm.update_weights(WeightTransferUpdateRequest(dict(info)))
+        # Asked for, since an error of a worker arrives as text alone.
+        refuse_damaged(await self._llm.collective_rpc("asyncrl_damaged"))
 
     async def commit_update(self, version: Version) -> None:
         """Load what was received, label it, and go on generating."""
         self._check_alive()
         await self._llm.finish_weight_update(weight_version=str(version))
         self._applied = version
-        await self._llm.resume_generation()
+        await self.in_flight.resume(self._llm)
         self._moved = time.monotonic()
 
     async def abandon_update(self) -> None:
         """Go on generating with the old weights; gloo only, which stages before it loads."""
         self._check_alive()
         await self._llm.collective_rpc("asyncrl_abandon_update")
-        await self._llm.resume_generation()
+        await self.in_flight.resume(self._llm)
 
     def fail(self, reason: str) -> None:
         """Mark the engine broken and kill it: all requests end with an EngineError."""

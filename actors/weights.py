@@ -1,7 +1,7 @@
 """The actor's side of a publication: a state machine over the engine, and its control socket.
 
     learner rank 0 ──WeightsInit──► join      whenever the group is another one
-                   ──WeightsBegin─► begin    pause, drop keys and values
+                   ──WeightsBegin─► begin    pause, as in_flight.py says
                    ──WeightsReceive► receive the collective brings the bytes
                    ──WeightsCommit► commit   load, stamp, go on generating
 
@@ -25,6 +25,7 @@ from asyncrl import wire
 from asyncrl.errors import (
     AlreadyAppliedError,
     AsyncRLError,
+    DamagedWeightsError,
     EngineError,
     WeightSyncError,
     WireError,
@@ -57,8 +58,9 @@ class EngineWeights:
     """`WeightSubscriber` over an engine.
 
     `staged` tells whether the backend receives into staging buffers (gloo) or straight
-    into the model (nccl): then an update cannot be given up once begun. `shares` gets the time for
-    which an update holds the engine up, as `sync`.
+    into the model (nccl): then an update cannot be given up once begun. `drain_s` is how long the
+    engine, and any other one, may wait for its requests. `shares` gets the time for which an update
+    holds the engine up, as `sync`.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class EngineWeights:
         *,
         timeout_s: float,
         staged: bool,
+        drain_s: float = 0.0,
         on_applied: Callable[[Version], None] | None = None,
         shares: TimeShares | None = None,
     ) -> None:
         self._engine = engine
         self._shares = shares or TimeShares()
         self._timeout_s = timeout_s
+        self._drain_s = drain_s
         self._staged = staged
         self._on_applied = on_applied
         self.__state = "idle"
@@ -94,6 +98,11 @@ class EngineWeights:
         elif held_up and not holds_up:
             self._shares.leave("sync")
         self.__state = state
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is under way."""
+        return self._state not in ("idle", "broken")
 
     async def join(self, info: Mapping[str, Any]) -> None:
         """Join the transfer group described by the publisher; leaves an earlier one.
@@ -117,7 +126,7 @@ class EngineWeights:
                     self._watch()
 
     async def begin(self, version: Version) -> None:
-        """Pause at a token boundary, drop keys and values, get ready to receive.
+        """Pause at a token boundary, empty the prefix cache, get ready to receive.
 
         Raises:
             AlreadyAppliedError: the engine runs `version` or a newer one.
@@ -127,7 +136,7 @@ class EngineWeights:
             if version <= self._engine.applied:
                 raise AlreadyAppliedError(f"version {version} is not above {self._engine.applied}")
             self._unwatch()
-            self._deadline_s, self._version = self._timeout_s, version
+            self._deadline_s, self._version = self._timeout_s + self._drain_s, version
             if self._state == "idle":
                 self._state = "begun"
                 await self._step("begin", self._engine.begin_update())
@@ -174,7 +183,8 @@ class EngineWeights:
         """Run one step by its deadline; on failure the old version goes on, or the engine ends.
 
         Raises:
-            WeightSyncError: it failed, a whole version goes on (or stays paused: join).
+            WeightSyncError: it failed, a whole version goes on (or stays paused: join);
+                DamagedWeightsError if that was the reason.
             EngineError: it failed, and the engine with it.
         """
         try:
@@ -190,7 +200,8 @@ class EngineWeights:
             if name != "join":
                 await self._give_up(f"{name} failed: {e}")
             dead = self._state == "broken" or isinstance(e, EngineError)
-            kind = EngineError if dead else WeightSyncError
+            damaged = isinstance(e, DamagedWeightsError)
+            kind = EngineError if dead else DamagedWeightsError if damaged else WeightSyncError
             raise kind(f"weight update: {name} failed: {e}") from e
 
     async def _give_up(self, reason: str) -> None:

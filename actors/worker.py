@@ -4,6 +4,7 @@ setup: engine ► reward worker ► weights service bound
 run:   eval of version 0 ► announced to the learner ► (restarted, late) current version applied
        rollout loop, beside that eval and until the run is over
        ► (run stopped) weights served until the learner has ended ► last version applied ► last eval
+       ► (told to leave) announced as such ► an update under way is ended
 
 An actor is announced only when version 0 is evaluated: no publication then replaces it meanwhile.
 """
@@ -35,6 +36,8 @@ from asyncrl.waits import Waits
 log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
+LEAVE_QUIET_S = 1.0
+"""An actor that leaves is in no publication when its weight service had no request for so long."""
 LAST_VERSION_S = 10.0
 """How long the last version may be on its way: the learner has sent it before it says "done"."""
 
@@ -78,15 +81,16 @@ class ActorWorker:
         self.ids = IdLog(s.ids_path)
         self._applied_event = asyncio.Event()
         self.loop: RolloutLoop | None = None
-        subscriber = EngineWeights(
+        self.subscriber = EngineWeights(
             self.engine, timeout_s=self.config.weights.timeout_s,
-            staged=s.weight_backend == "gloo", on_applied=self._on_applied, shares=self.shares,
+            staged=s.weight_backend == "gloo", drain_s=self.config.weights.drain_s,
+            on_applied=self._on_applied, shares=self.shares,
         )  # fmt: skip
-        self.weights = WeightService(subscriber, host=s.host, keys=s.keys)
+        self.weights = WeightService(self.subscriber, host=s.host, keys=s.keys)
         self._startup("reward", began)
 
     async def run(self, buffer: str, fleet: str, at_least: Version, first: bool) -> None:
-        """Produce samples until the run is over.
+        """Produce samples until the run is over, or this actor is to leave it.
 
         Args:
             buffer: the buffer's endpoint.
@@ -149,6 +153,9 @@ class ActorWorker:
         finally:
             for task in (evaluated, told):
                 task.cancel()
+        if reply.leave:
+            await self._take_leave()
+            return
         final, evaluate = reply.final, reply.evaluate
         if reply.state == "stopping":
             final, evaluate = await self._serve_until_done()
@@ -159,7 +166,7 @@ class ActorWorker:
             with self.waits.on(what, owner="learner-0", deadline_s=LAST_VERSION_S):
                 came = await self._reaches(final, LAST_VERSION_S)
             if came:
-                await self._evaluate()
+                await self._evaluate(reply.actors)
             else:
                 self._event("eval_skipped", reason=f"{final} did not come", runs=str(final))
 
@@ -175,6 +182,23 @@ class ActorWorker:
         if evaluate:
             await self._evaluate()
         self._announcing = asyncio.create_task(self.announcer.run())
+
+    async def _take_leave(self) -> None:
+        """Take part in no further publication, and end the one under way: others are in it.
+
+        Between two requests of a publication nothing tells that it goes on, so a little quiet is
+        waited for. Who leaves all the same is cut out, which costs the others a second try.
+        """
+        self.announcer.leave()
+        timeout = self.config.weights.timeout_s + self.config.weights.drain_s
+        now = quiet_since = time.monotonic()
+        deadline = now + timeout
+        with self.waits.on("the end of a weight update", "learner-0", timeout):
+            while now - quiet_since < LEAVE_QUIET_S and now < deadline:
+                await asyncio.sleep(STOP_POLL_S)
+                now = time.monotonic()
+                if self.subscriber.updating or not self.weights.ready:
+                    quiet_since = now
 
     async def _serve_until_done(self) -> tuple[Version | None, bool]:
         """Take weights while the learner ends; the last version, and whether to evaluate it.
@@ -197,7 +221,8 @@ class ActorWorker:
 
     async def _catch_up(self, version: Version) -> None:
         """Wait for the learner to send what it has published, unless the run ends first."""
-        timeout, what = self.config.weights.timeout_s * 2, f"the current version, {version}"
+        weights, what = self.config.weights, f"the current version, {version}"
+        timeout = 2 * weights.timeout_s + weights.drain_s
         deadline = time.monotonic() + timeout
         with self.waits.on(what, owner="learner-0", deadline_s=timeout):
             while not await self._reaches(version, STOP_POLL_S):
@@ -220,11 +245,13 @@ class ActorWorker:
             return False
         return True
 
-    async def _evaluate(self) -> None:
-        if not self.config.eval.samples:
+    async def _evaluate(self, actors: int = 0) -> None:
+        """Evaluate this actor's share of the prompts, of `actors` or as many as at the launch."""
+        actors = actors or self.config.cluster.actors
+        if not self.config.eval.samples or self.settings.rank >= actors:
             return
         prompts = tasks.eval_prompts(self.config)
-        mine = prompts[self.settings.rank :: self.config.cluster.actors]
+        mine = prompts[self.settings.rank :: actors]
         if not mine:
             return
         began = time.monotonic()
@@ -260,7 +287,8 @@ class ActorWorker:
         assert self.loop is not None
         meter = ActorMeter(self.loop, self.reward, self.shares)
         return Pulse(
-            self.hub, waits=self.waits, metrics=[meter.read, self.weights.gate.metrics],
+            self.hub, waits=self.waits,
+            metrics=[meter.read, self.engine.metrics, self.weights.gate.metrics],
             position=lambda: (self._step_of(self.engine.applied), self.engine.applied),
             children=True,
         )  # fmt: skip

@@ -74,6 +74,10 @@ class AlreadyAppliedError(WeightSyncError):
     """An engine was offered a version that it runs already, or one below it."""
 
 
+class DamagedWeightsError(WeightSyncError):
+    """Tensors of a publication did not arrive as they were sent; the engine keeps the old ones."""
+
+
 class DeadlineError(AsyncRLError, TimeoutError):
     """A wait passed its deadline; the message names who waited, for what, and on whom."""
 

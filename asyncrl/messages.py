@@ -131,6 +131,19 @@ class Gone(Message, frozen=True, kw_only=True, tag="gone"):
     reason: str
 
 
+class Scale(Message, frozen=True, kw_only=True, tag="scale"):
+    """The run is to have so many actors.
+
+    To the launcher, from `asyncrl scale`; reply: Scaled or Error. And from it to the buffer, again
+    whenever `leaving` changes; reply: Ok.
+    """
+
+    run_id: str
+    actors: int
+    leaving: tuple[str, ...] = ()
+    """To the buffer: names of the actors that get no more leases (`Leases.leave`)."""
+
+
 class StatsRequest(Message, frozen=True, kw_only=True, tag="stats_request"):
     """Ask for the ledger's counts. Reply: Stats."""
 
@@ -163,6 +176,10 @@ class Leases(Message, frozen=True, kw_only=True, tag="leases"):
     """With state "done": whether to evaluate it."""
     held_back: bool = False
     """True when admission or bytes, not a lack of prompts, are why there are none."""
+    leave: bool = False
+    """The actor is to finish what it has, and end: it gets no more."""
+    actors: int = 0
+    """How many actors the run is to have since it was scaled; 0: as many as at its launch."""
 
 
 class Ack(Message, frozen=True, kw_only=True, tag="ack"):
@@ -209,6 +226,15 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     """Why the run is stopping or done."""
     waiting_for: str = ""
     """What the next batch lacks and who holds it; empty when it is complete."""
+
+
+class Scaled(Message, frozen=True, kw_only=True, tag="scaled"):
+    """The launcher's answer to a Scale: what happens now."""
+
+    before: int
+    actors: int
+    starting: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
 
 
 # --- weights: learner rank 0 to each actor ---------------------------------------------------
@@ -291,7 +317,8 @@ class Record(Message, frozen=True, kw_only=True, tag="record"):
 
 AnyMessage = (
     Hello | LeaseRequest | Push | Progress | Fail | Pull | Commit | Published | Covered | Rewind
-    | Stop | Gone | StatsRequest | Ok | Error | Leases | Ack | Part | NotYet | Stopped | Stats
-    | Announce | WeightsInit | WeightsBegin | WeightsReceive | WeightsCommit | Record
+    | Stop | Gone | Scale | StatsRequest | Ok | Error | Leases | Ack | Part | NotYet | Stopped
+    | Stats | Scaled | Announce | WeightsInit | WeightsBegin | WeightsReceive | WeightsCommit
+    | Record
 )  # fmt: skip
 """Whatever may arrive."""

@@ -51,6 +51,8 @@ class Generation:
     """The last token's own stamp."""
     finish_reason: FinishReason
     text: str
+    kv_mixed: bool = False
+    """Whether a token may rest on keys and values of an older version."""
 
 
 @runtime_checkable
@@ -60,6 +62,10 @@ class Engine(Protocol):
     @property
     def applied(self) -> Version:
         """The version that new forward passes run with."""
+
+    @property
+    def held_up(self) -> bool:
+        """Whether a weight update keeps requests from going on; it has deadlines of its own."""
 
     async def generate(
         self, request: GenerationRequest, on_tokens: Callable[[int], None] | None = None
@@ -83,7 +89,7 @@ class WeightSubscriber(Protocol):
         """Join the transfer group described by the publisher."""
 
     async def begin(self, version: Version) -> None:
-        """Pause at a token boundary, drop keys and values, get ready to receive."""
+        """Pause at a token boundary, empty the prefix cache, get ready to receive."""
 
     async def receive(self, info: Mapping[str, Any]) -> None:
         """Take part in the collective and load what it brings."""
@@ -93,7 +99,7 @@ class WeightSubscriber(Protocol):
 
 
 class WeightPublisher(Protocol):
-    """The learner's side of a publication, called on every rank (snapshots are collective)."""
+    """The learner's side of a publication, called on every rank: each copies its own shards."""
 
     def publish(self, version: Version) -> None:
         """Snapshot the weights as `version` and send them beside training.

@@ -170,7 +170,7 @@ class SampleHeader:
     temperature: float
     """Sampling temperature; the learner divides its logits by it."""
     kv_mixed: bool = False
-    """True if a token was sampled from keys and values of an older version."""
+    """True if a token may rest on keys and values of an older version (`weights.in_flight`)."""
 
     @property
     def tokens(self) -> int:

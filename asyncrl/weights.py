@@ -9,12 +9,14 @@ travel ahead. No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from asyncrl.errors import WeightSyncError
+import xxhash
+
+from asyncrl.errors import DamagedWeightsError, WeightSyncError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Wire dtypes, by the names torch gives them, with their sizes in bytes."""
@@ -140,9 +142,37 @@ class TransferPlan:
             for start in range(0, numel, step):
                 yield Bucket(dtype, start, min(start + step, numel))
 
+    def checksums(self, flat: Mapping[str, memoryview]) -> list[int]:
+        """xxh3_64 of each parameter's bytes, in the order of the plan.
+
+        `flat` has the bytes of each dtype's buffer.
+
+        >>> plan = TransferPlan((ParamSpec("a", "float16", (2,)), ParamSpec("b", "float16", ())))
+        >>> [hex(c) for c in plan.checksums({"float16": memoryview(b"abcdef")})]
+        ['0x6497a96f53a89890', '0x4076b5e9db38bf9f']
+        """
+        return [
+            xxhash.xxh3_64_intdigest(flat[slot.spec.dtype][slot.start * size : slot.stop * size])
+            for slot in self.slots
+            for size in (DTYPE_BYTES[slot.spec.dtype],)
+        ]
+
 
 def _spec(name: str, dtype: str, shape: Sequence[int]) -> ParamSpec:
     return ParamSpec(name, dtype, tuple(shape))
+
+
+def refuse_damaged(reports: Iterable[Sequence[str]]) -> None:
+    """Raise DamagedWeightsError if a worker reports names of tensors that arrived wrong.
+
+    >>> refuse_damaged([[], []])
+    """
+    names = sorted({name for report in reports for name in report})
+    if names:
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise DamagedWeightsError(
+            f"{len(names)} tensors did not arrive as they were sent (checksums differ): {some}"
+        )
 
 
 def publication_deadline_s(timeout_s: float, nbytes: int) -> float:

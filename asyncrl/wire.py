@@ -40,6 +40,8 @@ from asyncrl.messages import Pull as Pull
 from asyncrl.messages import Push as Push
 from asyncrl.messages import Record as Record
 from asyncrl.messages import Rewind as Rewind
+from asyncrl.messages import Scale as Scale
+from asyncrl.messages import Scaled as Scaled
 from asyncrl.messages import State as State
 from asyncrl.messages import Stats as Stats
 from asyncrl.messages import StatsRequest as StatsRequest

@@ -15,8 +15,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -41,26 +41,34 @@ class Plan:
     steps: int
     """Of each process, warm-up included."""
     repeats: int
+    sides: tuple[str, ...]
 
 
-FULL = Plan(Workload(groups=4, group_size=8), steps=3, repeats=3)
-QUICK = Plan(Workload(groups=2, group_size=4, longest=96, prompt=(12, 18)), steps=2, repeats=1)
+FULL = Plan(Workload(groups=4, group_size=8), steps=3, repeats=3, sides=NAMES)
+QUICK = Plan(
+    Workload(groups=2, group_size=4, longest=96, prompt=(12, 18)), steps=2, repeats=1,
+    sides=("asyncrl", "padded", "trl"),
+)  # fmt: skip
+"""All samples are one micro-batch: nothing to trim."""
 
 
 def plan_of(given: argparse.Namespace) -> Plan:
     """What the command line asks for."""
     plan = QUICK if given.quick else FULL
-    return Plan(plan.workload, plan.steps, given.repeats or plan.repeats)
+    left_out = given.without or ()
+    return replace(
+        plan, repeats=given.repeats or plan.repeats,
+        sides=tuple(n for n in plan.sides if n not in left_out),
+    )  # fmt: skip
 
 
 def measure(report: Report, given: argparse.Namespace) -> None:
     """All sides in turns."""
     from asyncrl import models
 
-    names: Sequence[str] = [n for n in NAMES if n not in (given.without or ())]
-    if "trl" in names and not TRL_PACKAGES.joinpath("trl").is_dir():
-        raise BenchError("TRL is not installed: make bench-install, or --without trl")
     plan = plan_of(given)
+    if "trl" in plan.sides and not TRL_PACKAGES.joinpath("trl").is_dir():
+        raise BenchError("TRL is not installed: make bench-install, or --without trl")
     with tempfile.TemporaryDirectory(prefix="bench-learner-") as scratch:
         spec = Spec(
             model=str(models.resolve(MODEL)), workload=plan.workload,
@@ -70,7 +78,7 @@ def measure(report: Report, given: argparse.Namespace) -> None:
             trl_variant=given.variant or TRL_VARIANT[given.dtype],
         )  # fmt: skip
         child("prepare", spec)
-        sides: dict[str, Callable[[], Measured]] = {n: partial(side, n, spec) for n in names}
+        sides: dict[str, Callable[[], Measured]] = {n: partial(side, n, spec) for n in plan.sides}
         runs = in_turns(sides, plan.repeats)
     summarise(report, runs, spec)
 

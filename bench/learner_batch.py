@@ -78,7 +78,9 @@ def make_samples(workload: Workload, behaviour: Floats | None = None) -> list[Tr
         for k in range(workload.group_size):
             i = len(out)
             response = rng.integers(*workload.vocabulary, lengths[i])
-            out.append(make_trajectory(g, k, prompt, response, parts[i], float(rng.random())))
+            # Long ones are worse, so that the loss is not near 0, where nothing can be compared.
+            reward = float(rng.random() - lengths[i] / workload.longest)
+            out.append(make_trajectory(g, k, prompt, response, parts[i], reward))
     return out
 
 

@@ -101,7 +101,7 @@ def _code() -> bytes:
     import asyncrl.learner
 
     beside = (Path(__file__).with_name(n) for n in ("off_policy_run.py", "off_policy_task.py"))
-    sources = [*Path(asyncrl.learner.__path__[0]).glob("*.py"), *beside]
+    sources = [*Path(asyncrl.learner.__path__[0]).rglob("*.py"), *beside]
     return b"".join(path.read_bytes() for path in sorted(sources))
 
 

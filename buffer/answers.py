@@ -114,6 +114,8 @@ class Answers:
                 self._recorder.event("rewind", batch=message.batch)
             case wire.Gone():
                 self._gone(message)
+            case wire.Scale():
+                self.polls.scale(message)
             case _:
                 raise WireError(f"{type(message).__name__} is not a request to the buffer")
         return _ok(message)
@@ -162,6 +164,7 @@ class Answers:
 
     def _gone(self, message: wire.Gone) -> None:
         self._clients.gone(message.actor)
+        self.polls.gone(message.actor)
         self._drop(message.actor, f"is gone ({message.reason})")
 
     def _drop(self, actor: str, why: str) -> None:

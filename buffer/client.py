@@ -175,6 +175,12 @@ class BufferClient:
         """
         self._call(wire.Gone(actor=actor, reason=reason), f"Gone of {actor}", wire.Ok)
 
+    def scale(self, actors: int, leaving: Sequence[str] = ()) -> None:
+        """The run is to have so many actors (launcher only); `leaving` get no more leases."""
+        run_id = self._connection.peer.run_id
+        request = wire.Scale(run_id=run_id, actors=actors, leaving=tuple(leaving))
+        self._call(request, f"Scale to {actors} actors", wire.Ok)
+
     def stats(self) -> wire.Stats:
         """The ledger's counts and gauges."""
         return self._call(wire.StatsRequest(), "StatsRequest", wire.Stats)

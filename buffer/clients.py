@@ -20,6 +20,7 @@ _MAY_ASK: dict[type[wire.Message], tuple[str, ...]] = {
     wire.Rewind: ("learner",),
     wire.Stop: ("learner", "launcher"),
     wire.Gone: ("launcher",),
+    wire.Scale: ("launcher",),
 }
 """Roles that may send a request; what is not here, everybody may."""
 

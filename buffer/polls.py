@@ -79,6 +79,8 @@ class Polls:
         self._granted: dict[str, tuple[bytes, wire.Leases]] = {}  # actor -> client, last grant
         self._pulls: Parked[wire.Pull] = Parked()
         self._seen_epoch = 0
+        self._actors = 0
+        self._leaving: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._lease_requests) + len(self._pulls)
@@ -113,6 +115,15 @@ class Polls:
         if not self._try_lease(waiting, now):
             self._lease_requests.add(message.actor, waiting)
 
+    def scale(self, message: wire.Scale) -> None:
+        """From now on these actors are told to leave, and all how many there are to be."""
+        self._actors, self._leaving = message.actors, set(message.leaving)
+        self._seen_epoch = -1  # look at all that wait
+
+    def gone(self, actor: str) -> None:
+        """The actor's process has ended: its successor is not told to leave."""
+        self._leaving.discard(actor)
+
     def refuse(self, actor: str) -> None:
         """The actor's process is gone: what it waits for is refused."""
         if (waiting := self._lease_requests.take(actor)) is not None:
@@ -123,8 +134,13 @@ class Polls:
         message, end = waiting.message, self._ending
         if not end.running:
             reply = wire.Leases(
-                req=message.req, state=end.state, final=end.final, evaluate=end.evaluated
-            )
+                req=message.req, state=end.state, final=end.final, evaluate=end.evaluated,
+                actors=self._actors,
+            )  # fmt: skip
+        elif message.actor in self._leaving:
+            if message.capacity < 1 and now < waiting.until_s:
+                return False  # it has no room: it is told when it has, or waits for the end
+            reply = wire.Leases(req=message.req, leave=True, actors=self._actors)
         else:
             leases = self._ledger.lease(message.actor, message.applied, message.capacity, now)
             if not leases and now < waiting.until_s:
@@ -133,6 +149,7 @@ class Polls:
                 req=message.req,
                 leases=tuple(leases),
                 held_back=not leases and bool(self._ledger.held_back(message.actor)),
+                actors=self._actors,
             )
             self._granted[message.actor] = (waiting.identity, reply)
         self._send(waiting.identity, wire.encode(reply))

@@ -22,24 +22,9 @@ from asyncrl.learner.maths.returns import (
     whiten,
 )
 from asyncrl.learner.microbatch import Microbatch
-from asyncrl.learner.objective import OF_TOKENS, prox_of, treatment
-from asyncrl.learner.policy.model import CRITICS
+from asyncrl.learner.objective import prox_of, treatment
 from asyncrl.learner.samples import Ints
 from asyncrl.learner.work import Work
-
-
-def needs_first_pass(learner: LearnerConfig) -> bool:
-    """Whether something must be known of the policy before the update, so a pass more is made."""
-    correction = learner.correction
-    moves = learner.epochs > 1 or learner.minibatches > 1
-    return (
-        (correction.prox == "recompute" and moves)
-        or correction.m2po is not None
-        or learner.optim.ess_ref is not None
-        or learner.loss.denominator == "kept"
-        or learner.advantage.estimator in CRITICS
-        or bool(learner.kl.coefficient and learner.kl.apply == "reward")
-    )
 
 
 @torch.no_grad()
@@ -55,10 +40,10 @@ def settle(learner: LearnerConfig, work: Work, device: torch.device) -> float:
             for m in work.all():
                 assert m.start is not None
                 m.allowed = (m.start - m.mu).abs() < threshold
-    if learner.advantage.estimator in OF_TOKENS:
+    if not learner.advantage.relative:
         _token_advantages(learner, work, device)
     if learner.loss.denominator == "kept":
-        work.set_coefficients(_kept_tokens(learner, work, device), policy_only=True)
+        work.set_coefficients(_kept_tokens(learner, work, device))
     return share
 
 
@@ -98,7 +83,7 @@ def _estimate(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Advantages [N] of a microbatch and the targets of its values, if it has any."""
     config, kl, penalty = learner.advantage, learner.kl, None
-    if kl.coefficient and kl.apply == "reward":
+    if kl.in_reward:
         assert m.start is not None
         assert m.reference is not None
         penalty = kl.coefficient * kl_estimate(kl.estimator, m.start, m.reference, m.mu, kl.clamp)

@@ -40,6 +40,8 @@ def manifest_metrics(
     metrics["rollout/response_tokens/max"] = float(lengths.max())
     ended = [h.finish_reason == FinishReason.LENGTH for h in headers]
     metrics["rollout/truncated_frac"] = float(np.mean(ended))
+    if any(h.kv_mixed for h in headers):
+        metrics["rollout/kv_mixed_frac"] = float(np.mean([h.kv_mixed for h in headers]))
     return metrics, hist
 
 
@@ -62,7 +64,7 @@ def token_metrics(table: Mapping[str, npt.NDArray[np.float32]]) -> tuple[Metrics
     metrics: Metrics = {}
     hist: Hist = {}
     columns = {name: column.astype(np.float64) for name, column in table.items()}
-    log_weight = columns["start"] - columns["log_mu"]
+    log_weight = columns["start"] - columns["mu"]
     if not len(log_weight) or not np.isfinite(log_weight).all():
         return metrics, hist  # the policy itself is broken: the gradient check reports it
     used, kept, staleness = columns["used"], columns["kept"] > 0, columns["staleness"]
@@ -78,6 +80,8 @@ def token_metrics(table: Mapping[str, npt.NDArray[np.float32]]) -> tuple[Metrics
     metrics |= _divergences(columns, log_weight)
     metrics |= _value_metrics(columns)
     metrics["loss/entropy"] = float(columns["entropy"].mean())
+    metrics["advantage/mean"] = float(columns["advantage"].mean())
+    metrics["advantage/std"] = float(columns["advantage"].std())
     if len(fresh := staleness[columns["replayed"] == 0]):
         metrics |= _stats("staleness/token", fresh)
         hist["staleness/token"] = _integers(fresh)
@@ -90,20 +94,20 @@ def _divergences(
     columns: Mapping[str, npt.NDArray[np.float64]], log_weight: npt.NDArray[np.float64]
 ) -> Metrics:
     metrics: Metrics = {}
-    own_version = columns["own"] > 0
+    own_version = columns["own_version"] > 0
     if own_version.any():
         metrics["kl/mismatch_k3"] = k3(log_weight[own_version])
     if not own_version.all():
         metrics["kl/drift_k3"] = k3(log_weight[~own_version])
-    known = np.isfinite(columns["log_ref"])
+    known = np.isfinite(columns["reference"])
     if known.any():
-        metrics["kl/ref_k3"] = k3((columns["log_ref"] - columns["start"])[known])
+        metrics["kl/ref_k3"] = k3((columns["reference"] - columns["start"])[known])
     return metrics
 
 
 def _value_metrics(columns: Mapping[str, npt.NDArray[np.float64]]) -> Metrics:
     """How well the critic's values before the update foretold their targets."""
-    value, target = columns["value"], columns["target"]
+    value, target = columns["values"], columns["targets"]
     known = np.isfinite(target)
     if not known.any():
         return {}

@@ -17,8 +17,8 @@ from asyncrl.staleness import token_staleness
 from asyncrl.types import Version
 
 COLUMNS = (
-    "log_mu", "start", "entropy", "staleness", "own", "replayed", "used", "kept", "lowered",
-    "log_ref", "value", "target",
+    "mu", "start", "entropy", "staleness", "own_version", "replayed", "used", "kept", "lowered",
+    "reference", "values", "targets", "advantage",
 )  # fmt: skip
 """What `Microbatch.table` says of each token; NaN where a run has no such quantity."""
 
@@ -50,7 +50,8 @@ class Microbatch:
     allowed: Tensor
     """False where a mask over the whole batch (M2PO) leaves the token out."""
     start: Tensor | None = None
-    """log pi before the update, once known."""
+    """log pi before the update, once known. Without a pass before it, the one that the first pass
+    of the microbatch saw: another policy already, from the second minibatch on."""
     entropy: Tensor | None = None
     """Entropy of that policy at the token."""
     values: Tensor | None = None
@@ -67,16 +68,13 @@ class Microbatch:
     """True where its weight was truncated."""
 
     def set_start(self, logprobs: Tensor, entropy: Tensor) -> None:
-        """The first forward pass of the batch: nothing has moved yet."""
+        """What the first forward pass saw."""
         self.start, self.entropy = logprobs.detach(), entropy.detach()
         self.mu = torch.where(self.counted, self.mu, self.start)
 
     def table(self) -> npt.NDArray[np.float32]:
         """[n, len(COLUMNS)] of the counted tokens."""
-        columns = (
-            self.mu, self.start, self.entropy, self.staleness, self.own_version, self.replayed,
-            self.used, self.kept, self.lowered, self.reference, self.values, self.targets,
-        )  # fmt: skip
+        columns = [getattr(self, name) for name in COLUMNS]
         n = len(self.numbers)
         rows = [np.full(n, np.nan) if c is None else _host(c) for c in columns]
         table: npt.NDArray[np.float32] = np.stack(rows, axis=1).astype(np.float32)

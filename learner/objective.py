@@ -21,35 +21,29 @@ from asyncrl.learner.maths.critic_loss import value_loss
 from asyncrl.learner.maths.kl import kl_estimate
 from asyncrl.learner.maths.losses import policy_term
 from asyncrl.learner.microbatch import Microbatch
-from asyncrl.learner.policy.model import CRITICS
 from asyncrl.learner.policy.packed import Scores
-
-OF_TOKENS = ("reinforce++", *CRITICS)
-"""Advantage estimators that work on the rewards of tokens; the others compare a group's samples."""
 
 
 def ratio_moves(config: LearnerConfig) -> bool:
     """Whether the ratio that the loss clips or masks by can be another number than 1."""
-    one_step = config.epochs == config.minibatches == 1
-    return not one_step or config.correction.prox != "recompute" or "dppo" in config.loss.policy
+    by_mu = config.loss.policy in ("aipo", "topr", "dppo-tv", "dppo-kl")
+    return by_mu or config.updates > 1 or config.correction.prox != "recompute"
 
 
 @dataclass(slots=True)
 class Sums:
     """What the passes of a batch add up to, on this rank."""
 
-    loss: dict[str, float] = field(default_factory=dict)
-    """Each term as its gradient was taken, over all passes."""
-    clipped: int = 0
-    value_clipped: int = 0
-    seen: int = 0
-    """Counted tokens of all passes."""
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    """Each term as its gradient was taken, over all passes; and tokens seen and clipped. They stay
+    on the device until the batch is over: to read one waits for it."""
     lr_factor: float = 1.0
     """What the learning rate was multiplied by."""
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add to a term."""
-        self.loss[name] = self.loss.get(name, 0.0) + value.item()
+        """Add a scalar to a term."""
+        value = value.detach().double()
+        self.terms[name] = self.terms[name] + value if name in self.terms else value
 
 
 def prox_of(config: LearnerConfig, m: Microbatch, theta: Tensor) -> Tensor:
@@ -83,17 +77,15 @@ def loss_of(
     if not warming_up:
         total = total + _policy_loss(config, m, scores.logprobs, sums)
         total = total + _regularisers(config, m, scores, sums)
-    elif m.used is None:
-        _note_treatment(config, m, scores.logprobs)
     if scores.values is not None and m.targets is not None:
         assert m.values is not None
         value, clipped = value_loss(
             scores.values, m.values, m.targets, m.coefficient, config.critic.clip
         )
         sums.add("value", value)
-        sums.value_clipped += int((clipped & m.counted).sum())
+        sums.add("value_clipped", (clipped & m.counted).sum())
         total = total + config.critic.coefficient * value
-    sums.seen += int(m.counted.sum())
+    sums.add("seen", m.counted.sum())
     return total
 
 
@@ -104,18 +96,19 @@ def _policy_loss(config: LearnerConfig, m: Microbatch, theta: Tensor, sums: Sums
     if delta is not None:
         kept = kept & opsm_keep(theta, m.mu, m.advantage, m.sample, m.counted, delta)
     if m.used is None:
-        m.used, m.kept, m.lowered = weight, kept, lowered
+        m.used, m.kept, m.lowered = weight * kept, kept, lowered
     term = policy_term(config.loss, theta, prox, m.mu, m.advantage, m.sample, m.counted)
     loss = -(m.policy_coefficient * weight * kept * term.surrogate).sum()
     sums.add("policy", loss)
-    sums.clipped += int((term.clipped & m.counted).sum())
+    if config.loss.policy != "reinforce":
+        sums.add("clipped", (term.clipped & m.counted).sum())
     return loss
 
 
 def _regularisers(config: LearnerConfig, m: Microbatch, scores: Scores, sums: Sums) -> Tensor:
     total = scores.logprobs.new_zeros(())
     kl = config.kl
-    if kl.coefficient and kl.apply == "loss":
+    if kl.in_loss:
         assert m.reference is not None
         estimate = kl_estimate(kl.estimator, scores.logprobs, m.reference, m.mu, kl.clamp)
         penalty = (m.coefficient * estimate).sum()
@@ -128,10 +121,7 @@ def _regularisers(config: LearnerConfig, m: Microbatch, scores: Scores, sums: Su
 
 @torch.no_grad()
 def note_treatment(config: LearnerConfig, m: Microbatch) -> None:
-    """What the weight would be of tokens that are only looked at, or not trained yet."""
+    """What the weight would be of tokens that are not trained."""
     assert m.start is not None
-    _note_treatment(config, m, m.start)
-
-
-def _note_treatment(config: LearnerConfig, m: Microbatch, theta: Tensor) -> None:
-    m.used, m.kept, m.lowered = treatment(config, m, prox_of(config, m, theta))
+    weight, m.kept, m.lowered = treatment(config, m, prox_of(config, m, m.start))
+    m.used = weight * m.kept

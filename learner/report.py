@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.learning import LearnerConfig
+from asyncrl.learner.advice import advice
 from asyncrl.learner.collectives import gather_rows, sum_over_ranks
 from asyncrl.learner.diagnostics import Hist, Metrics, manifest_metrics, token_metrics
 from asyncrl.learner.microbatch import COLUMNS
@@ -17,8 +18,8 @@ from asyncrl.learner.policy.optim import Applied
 from asyncrl.learner.work import Work
 from asyncrl.types import SampleHeader, Version
 
-TERMS = ("policy", "kl", "value")
-"""Of `Sums.loss`, in the order in which ranks add them up."""
+TERMS = ("policy", "kl", "value", "clipped", "value_clipped", "seen")
+"""Of `Sums.terms`, in the order in which ranks add them up."""
 
 
 def step_metrics(
@@ -29,8 +30,8 @@ def step_metrics(
     headers: Sequence[SampleHeader],
     version: Version,
     device: torch.device,
-) -> tuple[Metrics, Hist]:
-    """What a batch's record says (docs/metrics.md). Collective; equal on every rank.
+) -> tuple[Metrics, Hist, dict[str, str]]:
+    """What a batch's record says (docs/metrics.md), and advice. Collective; equal on every rank.
 
     Args:
         learner: the learner's configuration.
@@ -41,7 +42,9 @@ def step_metrics(
         version: of the learner for this batch.
         device: of the ranks' collectives.
     """
-    tables = [m.table() for m in work.all() if m.start is not None]
+    # From the second minibatch on, without a pass before the update, the policy had moved.
+    known = work.all() if learner.first_pass_for else [*work.minibatches[0], *work.looked_at]
+    tables = [m.table() for m in known if m.start is not None]
     rows = np.concatenate([np.zeros((0, len(COLUMNS)), np.float32), *tables])
     table = gather_rows(rows, device)
     metrics, hist = manifest_metrics(headers, version, learner.batches_per_publication)
@@ -54,27 +57,27 @@ def step_metrics(
     if applied:
         metrics["loss/lr_factor"] = sums.lr_factor
     metrics["is/missing"] = float(work.missing)
+    if work.shaped_mean is not None:
+        metrics["reward/shaped_mean"] = work.shaped_mean
     if work.lone:
         metrics["loss/lone_samples"] = float(work.lone)
+    said = advice(metrics)
     # A step with no value for a metric writes none.
-    return {k: v for k, v in metrics.items() if math.isfinite(v)}, hist | token_hist
+    return {k: v for k, v in metrics.items() if math.isfinite(v)}, hist | token_hist, said
 
 
 def _loss_metrics(learner: LearnerConfig, work: Work, sums: Sums, device: torch.device) -> Metrics:
-    mine = [sums.loss.get(name, 0.0) for name in TERMS]
-    total = sum_over_ranks(
-        np.array([*mine, sums.clipped, sums.value_clipped, sums.seen], np.float64), device
-    )
-    terms, (clipped, value_clipped, seen) = total[: len(TERMS)], total[len(TERMS) :]
+    mine = [sums.terms[name].item() if name in sums.terms else 0.0 for name in TERMS]
+    total = dict(zip(TERMS, sum_over_ranks(np.array(mine, np.float64), device), strict=True))
+    seen = total["seen"]
     metrics: Metrics = {"loss/tokens": float(work.tokens)}
-    steps = learner.epochs * learner.minibatches
-    for name, value in zip(TERMS, terms, strict=True):
+    for name in ("policy", "kl", "value"):
         # Every rank ran the same passes, so what one has a term of all have; a batch without any
         # gradient has a policy loss all the same: 0.
-        if name in sums.loss or (name == "policy" and work.tokens and not sums.loss):
-            metrics[f"loss/{name}"] = float(value) / steps
-    if seen and learner.loss.clips != (0.0, 0.0) and ratio_moves(learner):
-        metrics["loss/clip_frac"] = float(clipped / seen)
-    if seen and learner.critic.clip is not None and "value" in sums.loss:
-        metrics["loss/value_clip_frac"] = float(value_clipped / seen)
+        if name in sums.terms or (name == "policy" and work.tokens and not sums.terms):
+            metrics[f"loss/{name}"] = float(total[name]) / learner.updates
+    if seen and "clipped" in sums.terms and ratio_moves(learner):
+        metrics["loss/clip_frac"] = float(total["clipped"] / seen)
+    if seen and learner.critic.clip is not None and "value" in sums.terms:
+        metrics["loss/value_clip_frac"] = float(total["value_clipped"] / seen)
     return metrics

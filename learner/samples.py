@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.errors import ModelError
 from asyncrl.learner.maths.aggregation import BatchCounts
 from asyncrl.types import BatchPart, GroupId, SampleHeader, Trajectory
 from asyncrl.wire import unpack_trajectory
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+
+ROUNDING = 0.01
+"""A log-probability may be so much above 0 by the engine's rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class LocalSamples:
         alive = set(kept)
         mine = [(i, e) for i, e in zip(part.mine, part.envelopes, strict=True) if i in alive]
         return cls(
-            [unpack_trajectory(e) for _, e in mine],
+            [_without_impossible(unpack_trajectory(e)) for _, e in mine],
             np.array([i for i, _ in mine], np.int64),
             np.array([i >= part.fresh for i, _ in mine], bool),
         )
@@ -54,6 +58,30 @@ class LocalSamples:
             np.concatenate([empty, *[t.incarnations for t in self.samples]]),
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         )
+
+
+def _without_impossible(t: Trajectory) -> Trajectory:
+    """The sample, without log-probabilities above 0: they count as missing."""
+    impossible = t.behaviour_logprobs > ROUNDING
+    if not impossible.any():
+        return t
+    return replace(t, behaviour_logprobs=np.where(impossible, np.nan, t.behaviour_logprobs))
+
+
+def check_vocabulary(samples: Sequence[Trajectory], vocab: int) -> None:
+    """Refuse token ids that the model does not have, before its embedding does.
+
+    Raises:
+        ModelError: naming the first sample with one.
+    """
+    for t in samples:
+        for ids in (t.prompt_ids, t.response_ids):
+            if ids.size and (ids.min() < 0 or ids.max() >= vocab):
+                odd = int(ids.min()) if ids.min() < 0 else int(ids.max())
+                raise ModelError(
+                    f"sample {tuple(t.header.id)} has the token id {odd}, but the model's "
+                    f"vocabulary is 0 to {vocab - 1}: the engine ran another model or tokenizer"
+                )
 
 
 def group_numbers(manifest: Sequence[SampleHeader]) -> Ints:

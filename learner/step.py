@@ -12,21 +12,20 @@ metrics of all ranks (one gather) ─► StepResult
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.learner.credit import needs_first_pass, settle
+from asyncrl.learner.credit import settle
 from asyncrl.learner.diagnostics import Hist, Metrics, replay_metrics
-from asyncrl.learner.maths.corrections import ess_collapse
 from asyncrl.learner.maths.shaping import load_function
 from asyncrl.learner.microbatch import Microbatch
 from asyncrl.learner.objective import Sums, loss_of, note_treatment
-from asyncrl.learner.policy.model import CRITICS, Policy
+from asyncrl.learner.policy.model import Policy
 from asyncrl.learner.policy.optim import (
     Applied,
     apply_gradient,
@@ -36,6 +35,7 @@ from asyncrl.learner.policy.optim import (
 )
 from asyncrl.learner.policy.packed import Scores
 from asyncrl.learner.report import step_metrics
+from asyncrl.learner.samples import check_vocabulary
 from asyncrl.learner.work import Work, prepare
 from asyncrl.staleness import check_bound
 from asyncrl.types import BatchPart, SampleId, Version
@@ -57,8 +57,8 @@ class StepResult:
     """Prompt and response tokens of all samples trained, replayed ones included."""
     skipped: int = 0
     """Optimizer steps left out because a gradient was not finite."""
-    advice: str | None = None
-    """What to change, when the batch's importance weights have collapsed."""
+    advice: Mapping[str, str] = field(default_factory=dict)
+    """What to change, by what is wrong with the batch."""
 
 
 class Trainer:
@@ -101,7 +101,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.policy, config.learner)
         if config.learner.shaping.function is not None:
             load_function(config.learner.shaping.function)  # its faults show now, not at batch 1
-        self._with_values = config.learner.advantage.estimator in CRITICS
+        self._vocab = self.policy.module.model.config.get_text_config().vocab_size
+        self._with_values = config.learner.advantage.critic
 
     def train(self, part: BatchPart, version: Version) -> StepResult:
         """Train batch `part.batch` with the learner at `version`.
@@ -111,6 +112,7 @@ class Trainer:
             ConfigError: a sample that does not fit into a microbatch.
             DataError: a reward that is not finite.
             AsyncRLError: most behaviour log-probabilities are missing.
+            ModelError: a token id that the model does not have.
         """
         buffer, bound = self.config.buffer, self.config.replay.max_staleness
         fresh, replayed = part.manifest[: part.fresh], part.manifest[part.fresh :]
@@ -119,11 +121,13 @@ class Trainer:
         dropped = {*stale, *(part.fresh + i for i in over)}
         kept = [i for i in range(len(part.manifest)) if i not in dropped]
         work = prepare(self.config, part, kept, version, self.device)
-        share, sums = self._look(work), Sums()
-        applied = self._update(work, part.batch, share, sums)
+        check_vocabulary(work.local.samples, self._vocab)
+        warming_up = self._with_values and part.batch <= self.config.learner.critic.warmup_steps
+        share, sums = self._look(work, warming_up=warming_up), Sums()
+        applied = self._update(work, part.batch, share, sums, warming_up=warming_up)
         self.policy.reshard()  # a pass without gradient leaves gathered copies in its place
         of_fresh = [part.manifest[i] for i in kept if i < part.fresh]
-        metrics, hist = step_metrics(
+        metrics, hist, said = step_metrics(
             self.config.learner, work, sums, applied, of_fresh, version, self.device
         )
         metrics["staleness/limit"] = float(buffer.max_staleness)
@@ -143,7 +147,7 @@ class Trainer:
             samples=len(of_fresh),
             tokens=sum(part.manifest[i].tokens for i in kept),
             skipped=sum(a.skipped for a in applied),
-            advice=ess_collapse(metrics),
+            advice=said,
         )
 
     def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -155,11 +159,10 @@ class Trainer:
         self.policy.save_hf(folder, DTYPES[self.config.engine.dtype])
 
     @torch.no_grad()
-    def _look(self, work: Work) -> float:
+    def _look(self, work: Work, *, warming_up: bool) -> float:
         """Passes without gradient, before the update; the ESS share, where it is asked for."""
         learner = self.config.learner
-        first = needs_first_pass(learner)
-        for m in work.all() if first else work.looked_at:
+        for m in work.all() if learner.first_pass_for else work.looked_at:
             scores = self._score(m)
             m.set_start(scores.logprobs, scores.entropy)
             m.values = scores.values
@@ -167,7 +170,7 @@ class Trainer:
             for m in work.trained():
                 m.reference = self.policy.reference(m.tensors)
         share = settle(learner, work, self.device)
-        for m in work.looked_at:
+        for m in work.all() if warming_up else work.looked_at:
             note_treatment(learner, m)
         return share
 
@@ -179,14 +182,15 @@ class Trainer:
         )
         return scores if critic is None else scores._replace(values=critic.values(m.tensors))
 
-    def _update(self, work: Work, batch: int, share: float, sums: Sums) -> list[Applied]:
+    def _update(
+        self, work: Work, batch: int, share: float, sums: Sums, *, warming_up: bool
+    ) -> list[Applied]:
         """All optimizer steps. A minibatch whose advantages are all 0 leaves the weights alone."""
         learner = self.config.learner
         factor = lr_factor(batch, learner.optim, self.config.run.steps)
         if learner.optim.ess_ref is not None:
             factor *= ess_scale(share, learner.optim.ess_ref)
         sums.lr_factor = factor
-        warming_up = self._with_values and batch <= learner.critic.warmup_steps
         applied = []
         for _ in range(learner.epochs):
             for microbatches in filter(None, work.minibatches):

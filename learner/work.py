@@ -12,20 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncrl.config.learning import LearnerConfig
+from asyncrl.config.learning import LearnerConfig, ShapingConfig
 from asyncrl.config.schema import Config
 from asyncrl.learner.collectives import gather_counts, sum_over_ranks
-from asyncrl.learner.maths.advantages import batch_advantages
+from asyncrl.learner.maths.advantages import Estimator, batch_advantages
 from asyncrl.learner.maths.aggregation import Aggregation, BatchCounts, token_coefficients
 from asyncrl.learner.maths.corrections import check_present
 from asyncrl.learner.maths.shaping import shaped_rewards
 from asyncrl.learner.microbatch import Microbatch, make_microbatches
-from asyncrl.learner.objective import OF_TOKENS
 from asyncrl.learner.packing import Pack, make_packs
 from asyncrl.learner.samples import (
     Ints,
@@ -58,6 +58,8 @@ class Work:
     """Tokens of the batch without a finite log mu."""
     lone: int
     """Samples that are alone in their group, where the advantage is relative to it."""
+    shaped_mean: float | None
+    """Mean shaped reward of the batch's fresh samples; None without shaping."""
     norm_tokens: int
     aggregation: Aggregation
 
@@ -71,10 +73,11 @@ class Work:
         yield from self.trained()
         yield from self.looked_at
 
-    def set_coefficients(self, tokens: Ints, *, policy_only: bool = False) -> None:
-        """Coefficients from the tokens that count, [manifest] over all ranks.
+    def set_coefficients(self, tokens: Ints) -> None:
+        """Coefficients of the policy's term.
 
-        `policy_only` leaves those of the other terms (KL, entropy, values) as they are.
+        Args:
+            tokens: [manifest] tokens of each sample that count, over all ranks.
         """
         for number, microbatches in enumerate(self.minibatches):
             counts = batch_counts(
@@ -82,8 +85,6 @@ class Work:
             )
             for m in microbatches:
                 m.policy_coefficient = self._coefficients(m, counts)
-                if not policy_only:
-                    m.coefficient = m.policy_coefficient
 
     def _coefficients(self, m: Microbatch, counts: BatchCounts) -> torch.Tensor:
         values = token_coefficients(
@@ -110,9 +111,9 @@ def prepare(
     groups = group_numbers(part.manifest)
     minibatch = minibatch_numbers(groups, kept, learner.minibatches)
     advantage, lone = np.full(len(part.manifest), np.nan, np.float32), 0
-    estimator = learner.advantage.estimator
-    if estimator == "grpo" or estimator == "dr_grpo" or estimator == "rloo":
+    if learner.advantage.relative:
         lone = int(np.sum(np.bincount(groups[list(kept)]) == 1))
+        estimator = cast(Estimator, learner.advantage.estimator)
         advantage = batch_advantages(rewards, part.manifest, kept, estimator)
     usable = [k for k, i in enumerate(local.index) if tokens[i]]
     zero = {k for k in usable if advantage[local.index[k]] == 0 and skips_zero(learner)}
@@ -123,14 +124,23 @@ def prepare(
     *minibatches, looked_at = _even(local, [*sets, sorted(zero)], learner, version, device)
     work = Work(
         local, rewards[local.index], minibatches, looked_at, groups, minibatch,
-        int(tokens.sum()), int(missing.sum()), lone,
+        int(tokens.sum()), int(missing.sum()), lone, _shaped_mean(learner, rewards, part, kept),
         learner.loss.norm_tokens or config.rollout.max_new_tokens, learner.loss.aggregation,
     )  # fmt: skip
     work.set_coefficients(tokens)
     mine = torch.from_numpy(advantage[local.index]).to(device)
     for m in work.all():
-        m.advantage = mine[m.sample]
+        m.advantage, m.coefficient = mine[m.sample], m.policy_coefficient
     return work
+
+
+def _shaped_mean(
+    learner: LearnerConfig, rewards: npt.NDArray[np.float64], part: BatchPart, kept: Sequence[int]
+) -> float | None:
+    fresh = [i for i in kept if i < part.fresh]
+    if learner.shaping == ShapingConfig() or not fresh:
+        return None
+    return float(rewards[fresh].mean())
 
 
 def skips_zero(learner: LearnerConfig) -> bool:
@@ -138,8 +148,8 @@ def skips_zero(learner: LearnerConfig) -> bool:
 
     Its backward pass, two thirds of the work, is left out then.
     """
-    other_terms = learner.loss.entropy or learner.kl.coefficient
-    return learner.advantage.estimator not in OF_TOKENS and not other_terms
+    other_terms = bool(learner.loss.entropy or learner.kl.coefficient)
+    return learner.advantage.relative and not other_terms
 
 
 def _even(

@@ -33,20 +33,14 @@ from asyncrl.roles import RoleSettings
 from asyncrl.staleness import version_of_batch
 from asyncrl.types import BatchPart, Version
 from asyncrl.waits import Waits
-from asyncrl.weights import ParamSpec
 
 if TYPE_CHECKING:
-    from asyncrl.learner.publication.publish import BroadcastPublisher
     from asyncrl.learner.step import StepResult
 
 log = logging.getLogger(__name__)
 
 PULL_WAIT_S = 5.0
 """How long the buffer may park a pull before it says whom the batch waits for."""
-LONE_SAMPLES = (
-    "{} samples are all that is left of their groups: their advantage is 0 and they teach nothing "
-    "(rollout.failed_member=drop leaves such groups out)"
-)
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest time one rank may be behind another before the collective gives up."""
 
@@ -128,6 +122,8 @@ class LearnerWorker:
             LedgerError: no batch will ever fill; the message says why.
             WeightSyncError: the sending thread is stuck.
         """
+        from asyncrl.learner.publication.make import make_publisher
+
         config, s = self.config, self.settings
         self.client = BufferClient(
             buffer, s.run_id, "learner", s.rank, timeout_s=patience_s(config), keys=s.keys
@@ -137,7 +133,11 @@ class LearnerWorker:
         self._pulled_s = 0.0
         self.stop_rules = StopRules(config)
         with self.shares.state("sync"):
-            self.publisher = self._make_publisher()
+            policy = self.trainer.policy
+            self.publisher = make_publisher(
+                policy.layout(config.engine.dtype), policy.shards, self.trainer.device, config, s,
+                self.members if s.rank == 0 else None,
+            )  # fmt: skip
         self.idle = IdleMeter(self.shares)
         n = config.learner.batches_per_publication
         ended = ""
@@ -155,21 +155,6 @@ class LearnerWorker:
                 self.client.stop(reason, evaluate=True)
         self._finish(ended)
         return ended
-
-    def _make_publisher(self) -> BroadcastPublisher:
-        import torch
-
-        from asyncrl.learner.publication.publish import BroadcastPublisher
-
-        s, dtype = self.settings, self.config.engine.dtype
-        shapes = self.trainer.policy.parameter_shapes()
-        return BroadcastPublisher(
-            self.members if s.rank == 0 else None, rank=s.rank,
-            backend=s.weight_backend, address=s.host,
-            source=lambda: self.trainer.full_parameters(getattr(torch, dtype)),
-            metadata=[ParamSpec(name, dtype, shape) for name, shape in shapes.items()],
-            device=self.trainer.device, timeout_s=self.config.weights.timeout_s, keys=s.keys,
-        )  # fmt: skip
 
     def _pull(self, batch: int) -> BatchPart | str:
         """This rank's part of a batch, or why there is none."""
@@ -209,13 +194,11 @@ class LearnerWorker:
 
     def _advise(self, result: StepResult) -> None:
         """Say what is wrong with the data when it begins, not at every batch."""
-        lone = result.metrics.get("loss/lone_samples", 0.0)
-        texts = {"ess": result.advice, "lone": LONE_SAMPLES.format(int(lone)) if lone else None}
-        for kind, text in texts.items():
-            if text and kind not in self._advised and self.settings.rank == 0:
+        for kind, text in result.advice.items():
+            if kind not in self._advised and self.settings.rank == 0:
                 log.warning("batch %d: %s", self.step, text)
                 self._event("advice", text=text)
-        self._advised = {kind for kind, text in texts.items() if text}
+        self._advised = set(result.advice)
 
     def _publish(self) -> None:
         self.version = Version(self.version.incarnation, self.version.version + 1)
@@ -229,7 +212,8 @@ class LearnerWorker:
             self._event("publication", publication=str(self.version))
 
     def _finish(self, ended: str) -> None:
-        config, timeout = self.config, self.config.weights.timeout_s
+        config = self.config
+        timeout = config.weights.timeout_s + config.weights.drain_s
         self._behind_last()
         with (
             self.shares.state("sync"),

@@ -16,6 +16,7 @@ LIGHT = (
     "asyncrl.errors", "asyncrl.types", "asyncrl.wire", "asyncrl.protocols", "asyncrl.metrics",
     "asyncrl.staleness", "asyncrl.config.load", "asyncrl.config.check", "asyncrl.config.render",
     "asyncrl.tasks", "asyncrl.models", "asyncrl.preflight", "asyncrl.cli", "asyncrl.launch",
+    "asyncrl.user_function", "asyncrl.learner.maths.shaping",
     "asyncrl.actors.rewards", "asyncrl.actors.rewards.child", "asyncrl.actors.tokens",
     "asyncrl.buffer.ledger", "asyncrl.buffer.server", "asyncrl.buffer.client",
 )  # fmt: skip

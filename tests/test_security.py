@@ -452,7 +452,8 @@ def test_the_page_says_what_holds() -> None:
     page = (Path(__file__).parents[1] / "docs" / "security.md").read_text()
     for said in (
         f"| frame of {MAX_FRAME_BYTES >> 20} MiB | the buffer |",
-        f"| frame of {MAX_CONTROL_BYTES >> 20} MiB | records, announcements, weights requests |",
+        f"| frame of {MAX_CONTROL_BYTES >> 20} MiB | records, announcements, weights requests, "
+        "`scale` |",
         f"| {MAX_FRAMES} frames a message | the buffer |",
         *(f"| `{name}` |" for name in (SERVER_PUBLIC, SERVER_SECRET, CLIENT_SECRET)),
     ):

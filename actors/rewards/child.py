@@ -16,9 +16,10 @@ import sys
 from typing import BinaryIO
 
 from asyncrl.actors.rewards.frames import Ready, Score, Scored, pack, read, request_decoder
-from asyncrl.actors.rewards.registry import as_reward, describe, resolve_reward
+from asyncrl.actors.rewards.registry import resolve_reward
 from asyncrl.errors import UserError
 from asyncrl.protocols import Reward
+from asyncrl.user_function import as_number, describe
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,7 +43,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 def _score(function: Reward, request: Score) -> Scored:
     try:
-        return Scored(as_reward(function(request.prompt, request.response, request.finish_reason)))
+        return Scored(as_number(function(request.prompt, request.response, request.finish_reason)))
     except BaseException as e:  # whatever it raises, SystemExit included, is its failure
         return Scored(error=describe(e))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bdb
 
-from asyncrl.actors.rewards.registry import as_reward, describe, resolve_reward, reward_spec
+from asyncrl.actors.rewards.registry import resolve_reward, reward_spec
 from asyncrl.config.schema import TaskConfig
 from asyncrl.errors import RewardError, UserError
 from asyncrl.types import Prompt
+from asyncrl.user_function import as_number, describe
 
 
 class InlineReward:
@@ -34,7 +35,7 @@ class InlineReward:
             UserError: the user quit the debugger in it.
         """
         try:
-            return as_reward(self._function(prompt, response, finish_reason))
+            return as_number(self._function(prompt, response, finish_reason))
         except bdb.BdbQuit:
             raise UserError("quit in the debugger") from None
         except Exception as e:

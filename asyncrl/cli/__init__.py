@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from asyncrl.cli import config, export, keys, launch, model, status, version
+from asyncrl.cli import config, export, keys, launch, model, scale, status, version
 
 app = typer.Typer(
     name="asyncrl",
@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 app.command("launch")(launch.launch)
 app.command("status")(status.status)
+app.command("scale")(scale.scale)
 app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
 app.command("export")(export.export)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -52,18 +53,45 @@ def _model_folder(source: str, directory: str) -> Path:
     from asyncrl.monitor.status_reader import find
 
     named = expand(source, "RUN")
-    if (named / "config.json").is_file():
-        return named
-    run = find(source, Path(directory))
+    try:
+        if (named / "config.json").is_file():
+            return named
+        run = find(source, Path(directory))
+    except OSError as e:  # a name that is too long, say
+        raise UserError(f"no run {source}: {e.strerror}: name another") from e
     final = run / "checkpoints" / "final"
     if (final / "config.json").is_file():
         return final
+    raise UserError(f"run {run} {_why_no_model(run)}")
+
+
+def _why_no_model(run: Path) -> str:
+    import json
+
+    import yaml
+
+    settings = _read(run / "config.yaml", yaml.safe_load).get("learner")
+    if isinstance(settings, dict) and settings.get("save_final") is False:
+        return (
+            "keeps no final model, it has learner.save_final=false: launch again with "
+            "learner.save_final=true (the default)"
+        )
     if not (run / "summary.json").exists():
-        raise UserError(
-            f"run {run} has not finished, and its model is written at the end: asyncrl status "
+        return (
+            "has not finished, and its model is written at the end: asyncrl status "
             f"{run} says how far it is"
         )
-    raise UserError(
-        f"run {run} has no final model: it ended before its first step, or had "
-        "learner.save_final=false"
-    )
+    summary = _read(run / "summary.json", json.loads)
+    why = summary.get("reason") or summary.get("ended") or "summary.json does not say why"
+    if summary.get("steps") == 0:
+        return f"has no final model, no step was trained ({why}): launch again"
+    return f"has no final model, it ended before that was written ({why}): launch again"
+
+
+def _read(path: Path, parse: Callable[[str], object]) -> dict[str, Any]:
+    """What a file of a run says; nothing if it cannot be read."""
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except Exception:  # yaml's errors have no standard base; whatever it is, the file says nothing
+        return {}
+    return content if isinstance(content, dict) else {}

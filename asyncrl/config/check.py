@@ -17,6 +17,7 @@ from asyncrl.config.rules import (
     fleet,
     holding,
     learning,
+    owned,
     run,
     security,
 )
@@ -30,8 +31,8 @@ from asyncrl.errors import ConfigError
 __all__ = ["BUILT_IN_MODELS", "EVEN_DIGITS_PROMPTS", "REWARDS", "check"]
 
 _RULES = (
-    *run.RULES, *learning.RULES, *correcting.RULES, *crediting.RULES, *holding.RULES, *data.RULES,
-    *fleet.RULES, *security.RULES,
+    *run.RULES, *owned.RULES, *learning.RULES, *correcting.RULES, *crediting.RULES, *holding.RULES,
+    *data.RULES, *fleet.RULES, *security.RULES,
 )  # fmt: skip
 
 

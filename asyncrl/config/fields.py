@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.config.section import Section
-from asyncrl.config.suggest import did_you_mean
+from asyncrl.config.suggest import nearest
 
 
 def _walk(model: type[Section], prefix: str) -> tuple[dict[str, Any], list[str]]:
@@ -69,19 +69,24 @@ def unknown(key: str) -> str:
 
     >>> unknown("learner.optim.rl")
     'did you mean learner.optim.lr?'
+    >>> unknown("lerner.foo")
+    'did you mean learner?'
     """
     parts = key.split(".")
     depth = next((n for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in sections()), 0)
     section = ".".join(parts[:depth])
     same_leaf = [k for k in leaves() if k.split(".")[-1] == parts[-1]]
     known = [k for k in (*leaves(), *sections()) if k != section]
-    hint = did_you_mean(key, known).strip(" ()")
+    hint = nearest(key, known)
+    top = "" if depth else nearest(parts[0], keys_of(""))
+    if top and not nearest(parts[-1], [hint.rpartition(".")[2]]):
+        hint = top  # only the section's name is near
     if len(same_leaf) > 1:
         same_leaf = [k for k in same_leaf if k.startswith(parts[0] + ".")]
     if 1 <= len(same_leaf) <= 3:  # a known name in the wrong section
-        hint = f"did you mean {' or '.join(same_leaf)}?"
+        hint = " or ".join(same_leaf)
     if hint:
-        return hint
+        return f"did you mean {hint}?"
     where = f"{section} has" if section else "the sections are"
     return f"{where} {', '.join(keys_of(section))}"
 

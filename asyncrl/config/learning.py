@@ -92,8 +92,8 @@ class CorrectionConfig(Section):
     high: Annotated[float, Field(gt=0)] | None = None
     """truncate: C, default 2; mask: b, default 5, sequence-geometric 1.01."""
     m2po: Annotated[float, Field(gt=0)] | None = None
-    """tau: mask the tokens that deviate most until the batch's mean (log pi_prox/mu)^2 is at most
-    this (.04 is usual); null is off."""
+    """tau: mask the tokens that deviate most until the batch's mean (log pi/mu)^2, pi the policy
+    before the update, is at most this (.04 is usual); null is off."""
     opsm: Annotated[float, Field(ge=0)] | None = None
     """delta: mask a sequence with A < 0 whose mean log(mu/pi_theta) is over this (1e-4 is usual);
     null is off."""
@@ -127,6 +127,16 @@ class AdvantageConfig(Section):
     whiten: bool = False
     """gae, vtrace: mean 0 and std 1 over the batch's tokens (reinforce++ always does)."""
 
+    @property
+    def relative(self) -> bool:
+        """Whether samples of a group are compared: one advantage a sample."""
+        return self.estimator in ("grpo", "dr_grpo", "rloo")
+
+    @property
+    def critic(self) -> bool:
+        """Whether there is a value function."""
+        return self.estimator in ("gae", "vtrace")
+
 
 class CriticConfig(Section):
     """The value function of gae and vtrace."""
@@ -154,6 +164,16 @@ class KLConfig(Section):
     """Added to the loss, or taken from each token's reward (reinforce++, gae, vtrace)."""
     clamp: Annotated[float, Field(gt=0)] | None = None
     """Largest absolute value of a token's estimate; null is off."""
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether it is a term of the loss."""
+        return self.coefficient > 0 and self.apply == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether it is taken from rewards."""
+        return self.coefficient > 0 and self.apply == "reward"
 
 
 class ShapingConfig(Section):
@@ -219,3 +239,24 @@ class LearnerConfig(Section):
     shaping: ShapingConfig = ShapingConfig()
     critic: CriticConfig = CriticConfig()
     lora: LoraConfig = LoraConfig()
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps over one batch."""
+        return self.epochs * self.minibatches
+
+    @property
+    def first_pass_for(self) -> tuple[str, ...]:
+        """Settings, below `learner`, that need a pass over the batch before its first update.
+
+        What they need to know of the policy before the update would else not be known.
+        """
+        asked = {
+            "correction.prox": self.correction.prox == "recompute" and self.updates > 1,
+            "correction.m2po": self.correction.m2po is not None,
+            "optim.ess_ref": self.optim.ess_ref is not None,
+            "loss.denominator": self.loss.denominator == "kept",
+            "advantage.estimator": self.advantage.critic,
+            "kl.apply": self.kl.in_reward,
+        }
+        return tuple(key for key, needed in asked.items() if needed)

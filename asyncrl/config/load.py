@@ -203,8 +203,19 @@ def _validate(flat: dict[str, Any], where: Mapping[str, str], problems: list[str
             names = [str(part) for part in error["loc"]]
             key = next(k for n in range(len(names), 0, -1) if (k := ".".join(names[:n])) in flat)
             value = flat[key]
-            problems.append(f"{_named(key, value, where[key])}: {_expected(error, value)}")
+            text = f"{_named(key, value, where[key])}: {_expected(error, value)}"
+            if error["type"] == "tuple_type" and isinstance(value, (str, int, float)):
+                text += _as_list(key, value, where[key])
+            problems.append(text)
         return None
+
+
+def _as_list(key: str, value: Any, source: str) -> str:
+    """How to write a list of what was given, where it was given."""
+    items = str(value).strip("()").replace(",", " ").split()
+    if source == OVERRIDE:
+        return f": write '{key}=[{','.join(items)}]', in quotes for the shell"
+    return f": write [{', '.join(items)}]"
 
 
 def _is_unicode(text: str) -> bool:

@@ -84,7 +84,8 @@ def _plain(annotation: ast.expr) -> str:
             return f"{_plain(elements[0])}, {limits}"
     names = {"tuple[str, ...]": "list of texts", "tuple[Decay, Decay]": "two of 0 <= float < 1",
              "Positive": "int, from 1", "NonNegative": "int, from 0", "Seconds": "seconds",
-             "Dtype": "bfloat16 / float32", "str": "text", "bool": "true / false"}  # fmt: skip
+             "Dtype": "bfloat16 / float32", "str": "text", "bool": "true / false",
+             "InFlightMode": "keep / keep_kv / abort / wait"}  # fmt: skip
     text = ast.unparse(annotation)
     return names.get(text, text)
 

@@ -9,6 +9,8 @@ from pydantic import Field
 from asyncrl.config.learning import LearnerConfig
 from asyncrl.config.section import Dtype, NonNegative, Positive, Seconds, Section
 
+InFlightMode = Literal["keep", "keep_kv", "abort", "wait"]
+
 CPU_KV_CACHE_GIB = 1.0
 """What an engine on CPU takes when `engine.kv_cache_gib` is null."""
 
@@ -161,6 +163,15 @@ class WeightsConfig(Section):
     """auto: nccl on GPUs, gloo on CPU."""
     timeout_s: Seconds = 60.0
     """Deadline of one publication, to which 1 s per 100 MB of weights is added."""
+    in_flight: InFlightMode = "keep"
+    """Requests under way. keep: pause, go on with keys and values computed anew; keep_kv: with the
+    old ones (marked kv_mixed); abort: resubmit the tokens so far; wait: let them end, at most
+    `timeout_s`."""
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds for which a publication may wait for requests to end."""
+        return self.timeout_s if self.in_flight == "wait" else 0.0
 
 
 class ClusterConfig(Section):

@@ -6,14 +6,24 @@ import difflib
 from collections.abc import Iterable
 
 
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The choice nearest to `word`; "" if none is near.
+
+    >>> nearest("smolm2", ["smollm2", "tiny"])
+    'smollm2'
+    """
+    near = difflib.get_close_matches(word.lower(), list(choices), n=1, cutoff=0.7)
+    return near[0] if near else ""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A note naming the choice nearest to `word`, with a leading space; "" if none is near.
 
     >>> did_you_mean("smolm2", ["smollm2", "tiny"])
     ' (did you mean smollm2?)'
     """
-    near = difflib.get_close_matches(word.lower(), list(choices), n=1, cutoff=0.7)
-    return f" (did you mean {near[0]}?)" if near else ""
+    near = nearest(word, choices)
+    return f" (did you mean {near}?)" if near else ""
 
 
 def short(value: object, limit: int = 60) -> str:

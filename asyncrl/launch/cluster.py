@@ -5,14 +5,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
+from asyncrl.config.rules.fleet import MAX_MEMBERS
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RoleDiedError
 from asyncrl.launch.data_plane import check_binding
-from asyncrl.launch.placement import Assignment, Placement, Seat, assign, nodes_of
+from asyncrl.launch.placement import Assignment, Placement, Seat, assign, gpus_here, nodes_of
+from asyncrl.launch.placement.machine import check_machine
 from asyncrl.launch.processes.reaper import MARK, kill_role
 from asyncrl.launch.processes.role_main import RoleSpec
+
+
+def with_actors(config: Config, actors: int) -> Config:
+    """The configuration with so many actors, and no more places for them than that.
+
+    >>> with_actors(Config(), 3).cluster.actors
+    3
+    """
+    places = config.cluster.actor_places
+    if places is not None and len(places) > 1:  # an only one stands for all
+        places = places[:actors]
+    cluster = config.cluster.model_copy(update={"actors": actors, "actor_places": places})
+    return config.model_copy(update={"cluster": cluster})
 
 
 class Cluster:
@@ -25,8 +41,8 @@ class Cluster:
         os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (else roles run at nice 15)
         import ray
 
-        self._ray = ray
-        self._hosts: list[Any] = []
+        self._ray, self._config, self._placement = ray, config, placement
+        self._hosts: list[tuple[Any, Seat]] = []
         self._run_id, self._scratch = run_id, scratch
         common: dict[str, Any] = {
             "include_dashboard": False, "log_to_driver": False,
@@ -47,28 +63,54 @@ class Cluster:
         else:
             # A folder of its own, so that two runs never meet.
             roles = config.cluster.actors + config.cluster.learners + 1
-            gpus = placement.gpus(config.cluster.actors, config.cluster.learners)
+            gpus = gpus_here() if placement.device == "cuda" else 0  # more actors may come
             ray.init(
                 address="local", namespace=run_id, num_cpus=roles, num_gpus=gpus,
                 object_store_memory=80 << 20, _temp_dir=scratch, **common,
             )  # fmt: skip
-        self._assignment = self._assign(config, placement)
-
-    def _assign(self, config: Config, placement: Placement) -> Assignment:
-        from ray._private.state import available_resources_per_node
-
-        here = self._ray.get_runtime_context().get_node_id()
-        free = available_resources_per_node() if config.cluster.address else None
-        nodes = nodes_of(self._ray.nodes(), here, free)
         try:
-            made = assign(config, placement, nodes)
-            if config.cluster.address:
-                used = {seat.node for seat in (*made.actors, *made.learners)}
-                check_binding(config, [n.address for n in nodes if n.id in used])
-            return made
+            self._assignment = self._assign(config, placement)
         except ConfigError:
             self.close()
             raise
+
+    def _assign(
+        self, config: Config, placement: Placement, keep: Assignment | None = None
+    ) -> Assignment:
+        from ray._private.state import available_resources_per_node
+
+        here = self._ray.get_runtime_context().get_node_id()
+        free = None
+        if config.cluster.address:
+            free = available_resources_per_node()
+            for _, seat in self._hosts:  # what this run uses it may use
+                if seat.num_gpus and seat.node in free:
+                    free[seat.node]["GPU"] = free[seat.node].get("GPU", 0) + seat.num_gpus
+        nodes = nodes_of(self._ray.nodes(), here, free)
+        made = assign(config, placement, nodes, keep)
+        if config.cluster.address:
+            used = {seat.node for seat in (*made.actors, *made.learners)}
+            check_binding(config, [n.address for n in nodes if n.id in used])
+        return made
+
+    def scale(self, actors: int) -> None:
+        """Have seats for so many actors; who has one keeps it.
+
+        Raises:
+            ConfigError: as at the launch; nothing has changed.
+        """
+        had = self._assignment
+        if actors <= len(had.actors):
+            self._assignment = replace(had, actors=had.actors[:actors])
+            return
+        config = with_actors(self._config, actors)
+        if actors > MAX_MEMBERS:
+            raise ConfigError(
+                f"cluster.actors={actors} is over {MAX_MEMBERS}, more than one buffer serves: "
+                "lower it"
+            )
+        check_machine(config, self._placement)
+        self._assignment = self._assign(config, self._placement, had)
 
     def seat(self, name: str) -> Seat:
         """Where the role of this name, e.g. "actor-3", was assigned."""
@@ -86,7 +128,7 @@ class Cluster:
         if seat.node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(seat.node, soft=False)
         host = self._ray.remote(RoleHost).options(**options).remote(spec, self._scratch, log_path)
-        self._hosts.append(host)
+        self._hosts.append((host, seat))
         return host
 
     def check(self) -> None:
@@ -107,8 +149,7 @@ class Cluster:
         """End a host, and with it its role."""
         with contextlib.suppress(Exception):
             self._ray.kill(host)
-        with contextlib.suppress(ValueError):
-            self._hosts.remove(host)
+        self._hosts = [pair for pair in self._hosts if pair[0] is not host]
 
     def kill_role(self, name: str) -> None:
         """Kill a role that does not answer, if it runs on this machine."""
@@ -116,7 +157,7 @@ class Cluster:
 
     def close(self) -> None:
         """End every role and, if it is ours, Ray."""
-        for host in list(self._hosts):
+        for host, _ in list(self._hosts):
             self.kill(host)
         with contextlib.suppress(Exception):
             self._ray.shutdown()

@@ -7,6 +7,7 @@ waits for each by cluster.ready_timeout_s, or for Ctrl-C
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -77,15 +78,19 @@ class Crew:
         for name in self.learners:
             self.desk.board.fleet.update(name, state="starting")
             self.hosts[name] = self.cluster.start(self.spec_of(name), self.folder.log_of(name))
-        for name in ["buffer-0", *self.learners, *(f"actor-{r}" for r in range(c.actors))]:
-            seat = self.cluster.seat(name)
-            self.desk.event("placed", name=name, node=seat.node, on=seat.label, gpus=seat.gpus)
+        self.placed(["buffer-0", *self.learners, *(f"actor-{r}" for r in range(c.actors))])
         self.fleet = Fleet(
             self.config, self.cluster, spec_of=lambda rank: self.spec_of(f"actor-{rank}"),
             log_of=self.folder.log_of, tell=self.desk.event, gone=self.actor_gone,
         )  # fmt: skip
         self.desk.hub.listen(self.fleet.write)
         self.fleet.start()
+
+    def placed(self, names: Iterable[str]) -> None:
+        """Tell in the events where these roles run."""
+        for name in names:
+            seat = self.cluster.seat(name)
+            self.desk.event("placed", name=name, node=seat.node, on=seat.label, gpus=seat.gpus)
 
     def _start_buffer(self) -> None:
         """The buffer and the learners' rendezvous, which the set-up of the learners needs."""

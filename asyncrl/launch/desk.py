@@ -12,6 +12,7 @@ from typing import TextIO
 
 from asyncrl import wire
 from asyncrl.buffer.client import BufferClient
+from asyncrl.config.paths import expand
 from asyncrl.config.schema import Config
 from asyncrl.hub import Hub, HubClient
 from asyncrl.launch.data_plane import keys_of
@@ -88,6 +89,15 @@ class Desk:
 
             sinks.append(TensorBoardSink(folder))
         return sinks
+
+    def serves(self, endpoint: str) -> None:
+        """Tell in status.json where the launcher can be asked."""
+        security = self.config.security
+        lasting = None if security.keys is None else expand(security.keys, "security.keys")
+        self.board.control = {
+            "endpoint": endpoint, "curve": security.curve,
+            "keys": None if lasting is None else os.path.abspath(lasting),
+        }  # fmt: skip
 
     def tell_evals(self, at_end: bool = False) -> None:
         """Write `eval/<task>/score` once all actors' shares of a version are in."""

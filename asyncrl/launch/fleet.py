@@ -1,8 +1,11 @@
-"""The actors as the launcher sees them: started, watched, restarted with back-off.
+"""The actors as the launcher sees them: started, watched, restarted with back-off, scaled.
 
     starting ──set up──► ready ──endpoints known──► running ──► finished
-        ▲                  │                           │
+        ▲                  │                           │ └─ too many ─► leaving ──► left
         └── back-off ◄─────┴── died, failed, late ◄────┘        (max_restarts in a row: gone)
+
+The run has the actors 0 to N - 1. `scale` changes N: who is missing is started, also where one was
+gone or left; who is one too many works off what it has, by rollout.lease_timeout_s, and ends.
 
 An actor that ends before the run does costs nothing but its work: the buffer gives its leases to
 others at once, and its successor leases nothing before it runs the current version.
@@ -26,7 +29,8 @@ MAX_BACKOFF_S = 60.0
 GATHER_S = 20.0
 """How long training waits for the other actors after the first one is set up."""
 
-State = Literal["starting", "ready", "running", "backoff", "gone", "finished"]
+State = Literal["starting", "ready", "running", "leaving", "backoff", "gone", "left", "finished"]
+_OVER = ("finished", "gone", "left")
 
 
 @dataclass
@@ -41,7 +45,7 @@ class Slot:
     since: float = 0.0
     """When it began to run (time.monotonic)."""
     until: float = 0.0
-    """When its set-up is late, or its back-off is over (time.monotonic)."""
+    """When its set-up is late, its back-off over, or its leave too long (time.monotonic)."""
     restarts: int = 0
     failures: int = 0
     """In a row, without a sample in between."""
@@ -62,7 +66,7 @@ class Slot:
         again: RoleState = "restarting" if self.restarts else "starting"
         shown: dict[State, RoleState] = {
             "starting": again, "ready": "alive", "running": "alive", "backoff": "restarting",
-            "gone": "dead", "finished": "finished",
+            "gone": "dead", "finished": "finished", "leaving": "leaving", "left": "left",
         }  # fmt: skip
         return shown[self.state]
 
@@ -83,6 +87,8 @@ class Fleet:
         self._config, self._cluster = config, cluster
         self._spec_of, self._log_of, self._tell, self._gone = spec_of, log_of, tell, gone
         self.slots = [Slot(rank) for rank in range(config.cluster.actors)]
+        self.wanted = len(self.slots)
+        """How many actors the run is to have."""
         self.first_ready: float | None = None
         self.ending = False
 
@@ -103,8 +109,8 @@ class Fleet:
 
     @property
     def over(self) -> bool:
-        """Whether every actor has finished or is gone for good."""
-        return all(s.state in ("finished", "gone") for s in self.slots)
+        """Whether every actor has finished, has left or is gone for good."""
+        return all(s.state in _OVER for s in self.slots)
 
     @property
     def gathered(self) -> bool:
@@ -132,6 +138,38 @@ class Fleet:
             slot.host = self._cluster.start(self._spec_of(slot.rank), self._log_of(slot.name))
             slot.ref = slot.host.call.remote("setup")
 
+    def scale(self, actors: int) -> tuple[list[Slot], list[Slot]]:
+        """Have so many actors from now on.
+
+        Returns:
+            Who starts, at once or once it has left, and who leaves.
+        """
+        self.wanted = actors
+        for rank in range(len(self.slots), actors):
+            self.slots.append(Slot(rank, state="left", introduced=True))
+        starting = [s for s in self.slots[:actors] if s.state in ("gone", "left", "leaving")]
+        leaving = [s for s in self.slots[actors:] if s.state not in (*_OVER, "leaving")]
+        for slot in leaving:
+            if slot.state == "running":
+                wait = self._config.rollout.lease_timeout_s
+                slot.state, slot.until = "leaving", time.monotonic() + wait
+            else:
+                self._leave(slot, "it did not run yet")
+        for slot in starting:
+            if slot.state != "leaving":
+                slot.failures = 0
+                self.start([slot])
+        return starting, leaving
+
+    def _leave(self, slot: Slot, why: str = "") -> None:
+        """An actor that was one too many is not needed any more: end its process."""
+        if slot.host is not None:
+            self._cluster.kill(slot.host)
+        slot.host = slot.ref = None
+        slot.state, slot.why, slot.failures = "left", why, 0
+        self._gone(slot.name, why or "it has left")
+        self._tell("actor_left", actor=slot.name, **({"reason": why} if why else {}))
+
     def run_ready(self, buffer: str, fleet: str, version: Version) -> None:
         """Let the actors that are set up produce, from the version that is published."""
         for slot in self.in_state("ready"):
@@ -154,9 +192,14 @@ class Fleet:
         try:
             result()
         except AsyncRLError as e:
-            self.failed(slot, e)
+            if slot.state == "leaving":  # whatever ended it, it has ended
+                self._leave(slot, str(e).splitlines()[0])
+            else:
+                self.failed(slot, e)
             return
-        if slot.state == "starting":
+        if slot.state == "leaving":
+            self._leave(slot)
+        elif slot.state == "starting":
             slot.state = "ready"
             self.first_ready = self.first_ready or time.monotonic()
         else:
@@ -192,13 +235,19 @@ class Fleet:
         self._tell("actor_died", actor=slot.name, reason=slot.why, restart_in_s=round(wait, 1))
 
     def tick(self, silent: Callable[[Slot], bool]) -> None:
-        """Restart who has waited long enough; give up who is late with its set-up, or silent."""
+        """Restart who has waited long enough; give up who is late with its set-up, or silent, or
+        takes too long to leave; start again who has left and is wanted again."""
         now = time.monotonic()
         for slot in self.slots:
             if slot.state == "running" and silent(slot):
                 self.failed(slot, RoleDiedError(f"{slot.name} stood still: no sign of life of it"))
+            if slot.state == "left" and slot.rank < self.wanted and not self.ending:
+                self.start([slot])
             if slot.until > now:
                 continue
+            if slot.state == "leaving":
+                limit = self._config.rollout.lease_timeout_s
+                self._leave(slot, f"not done within rollout.lease_timeout_s={limit:g}")
             if slot.state == "backoff":
                 slot.restarts += 1
                 self._tell("actor_restarted", actor=slot.name, restarts=slot.restarts)

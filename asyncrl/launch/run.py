@@ -25,6 +25,7 @@ from asyncrl.launch.desk import Desk, last_stats
 from asyncrl.launch.fleet import Slot
 from asyncrl.launch.interrupt import Interrupt
 from asyncrl.launch.placement import Placement
+from asyncrl.launch.scaling import Scaling
 from asyncrl.monitor.fleet_view import RoleState
 from asyncrl.roles import INTERRUPTED
 from asyncrl.types import Version
@@ -53,6 +54,7 @@ class Run:
         self._stopping_since: float | None = None
         self._told_to_stop = False
         self._looked = 0.0
+        self._scaling: Scaling | None = None
 
     def go(self) -> int:
         """Set up, train, summarise; the exit code."""
@@ -60,6 +62,7 @@ class Run:
         self.desk.event("launch", device=self.placement.device)
         try:
             self.crew.start()
+            self._scaling = Scaling(self.crew, self.desk)
             self.watch()
         except KeyboardInterrupt:
             self.ended = "killed" if self.interrupt.count > 1 else "interrupted"
@@ -100,6 +103,8 @@ class Run:
         import ray
 
         crew = self.crew
+        if self._scaling is not None:
+            self._scaling.look(ending=self.is_ending)
         actors = crew.fleet.refs()
         # The buffer first: all others wait for it.
         calls = [*filter(None, [crew.buffer.ref]), *actors, *crew.calls]
@@ -129,11 +134,20 @@ class Run:
         self.desk.tell_evals()
         self.desk.view.refresh()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the end has been asked for, by anybody, or has come."""
+        stats = self.desk.board.stats
+        stopped = stats is not None and stats.state != "running"
+        asked = self.interrupt.count or self.reason or "learner-0" in self._done
+        return bool(stopped or asked)
+
     def late(self) -> list[str]:
         """Who must be set up before anything can be trained, and is not."""
         fleet = self.crew.fleet
         needed = not fleet.ever_ready and "learner-0" not in self._done
-        return sorted(self.to_set_up) + [s.name for s in fleet.slots if needed]
+        actors = fleet.slots[: fleet.wanted]
+        return sorted(self.to_set_up) + [s.name for s in actors if needed]
 
     def over(self) -> bool:
         """Whether nothing is left to wait for."""
@@ -155,6 +169,8 @@ class Run:
         """A call of the buffer has ended, well or not."""
         result = partial(self.crew.result_of, ref, "buffer-0")
         self.desk.view.say(self.crew.buffer.ended(result, self.desk.board.step))
+        if self._scaling is not None:
+            self._scaling.buffer_is_new()
 
     def role_ended(self, ref: Any) -> None:
         """A call of a learner has ended."""
@@ -244,4 +260,6 @@ class Run:
 
     def close(self) -> None:
         """End Ray and every socket."""
+        if self._scaling is not None:
+            self._scaling.close()
         self.crew.close()

@@ -148,8 +148,9 @@ class ConsoleView:
         restarts = b.fleet.restarts()
         row(
             "generate",
-            f"{b.gen_tok_s():.0f} tok/s   actors {b.fleet.alive()}/{c.cluster.actors} alive"
-            f"   waiting {share(b.actors_idle())}"
+            f"{b.gen_tok_s():.0f} tok/s   actors {b.fleet.alive()}/{b.fleet.actors} alive"
+            + (f", {leaving} leave" if (leaving := b.fleet.count("leaving")) else "")
+            + f"   waiting {share(b.actors_idle())}"
             + (f"   restarts {restarts}" if restarts else ""),
         )
         row(

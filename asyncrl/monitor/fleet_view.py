@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-RoleState = Literal["starting", "alive", "restarting", "dead", "finished"]
+RoleState = Literal["starting", "alive", "restarting", "leaving", "dead", "left", "finished"]
 _STARTING = ("starting", "restarting")
-_ENDED = ("dead", "finished")
+_ENDED = ("dead", "left", "finished")
 _KINDS = ("launcher", "buffer", "learner", "actor")
 _LOADING = {"actor": "loading the engine", "learner": "loading the model"}
 """What a role of a kind does while it starts."""
@@ -73,6 +73,8 @@ class RoleView:
 class FleetView:
     """All roles. Written by the hub's and the launcher's threads, each role by replacement."""
 
+    actors: int = 0
+    """How many actors the run is to have."""
     roles: dict[str, RoleView] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -141,8 +143,12 @@ class FleetView:
 
     def alive(self, kind: str = "actor") -> int:
         """How many roles of a kind are alive."""
+        return self.count("alive", kind)
+
+    def count(self, state: RoleState, kind: str = "actor") -> int:
+        """How many roles of a kind are in a state."""
         views = list(self.roles.values())
-        return sum(v.state == "alive" and v.name.startswith(f"{kind}-") for v in views)
+        return sum(v.state == state and v.name.startswith(f"{kind}-") for v in views)
 
     def restarts(self) -> int:
         """Restarts of all actors so far."""
@@ -158,4 +164,6 @@ class FleetView:
 def _changed(view: RoleView) -> RoleView:
     """A role in a new state: what its last process was doing is over."""
     view = replace(view, done="", doing_since=time.monotonic())
-    return view if view.state == "alive" else replace(view, waits=(), heard=None, pid=None)
+    if view.state in ("alive", "leaving"):
+        return view
+    return replace(view, waits=(), heard=None, pid=None)

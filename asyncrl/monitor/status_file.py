@@ -1,7 +1,8 @@
 """status.json of a run's folder: what the run is doing now, for `asyncrl status` and others.
 
     {"schema": 1, "run_id", "run", "pid", "process_started", "host", "state", "phase", "step",
-     "steps", "version", "reward", "elapsed_s", "left_s", "updated_at",
+     "steps", "version", "reward", "elapsed_s", "left_s", "updated_at", "actors",
+     "control": {"endpoint", "curve", "keys"},
      "roles": [{"name", "state", "pid", "restarts", "version", "phase", "phase_s",
                 "record_age_s", "open_waits", "waits": [{"what", "on", "age_s", "deadline_s"}]}],
      "ledger": {"counts", "gauges", "conserved", "waiting_for"}}
@@ -9,6 +10,8 @@
 `state` is running or ended; a value that is not known is null. Times are seconds, `updated_at`
 and `process_started` since the epoch. `record_age_s` is the time since the hub heard of the role
 (a record a second); when the buffer heard of an actor is the gauge `heartbeat_age_s/ACTOR`.
+`actors`: how many the run is to have. `control`: where the launcher can be asked (docs/wire.md,
+`scale`), whether by CURVE, and the folder of lasting keys; null while the run starts.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ def snapshot(board: Board) -> dict[str, Any]:
         "reward": board.rewards[-1] if board.rewards else None,
         "elapsed_s": round(now - board.started, 1),
         "left_s": _rounded(board.seconds_left()),
+        "actors": board.fleet.actors,
+        "control": board.control,
         "roles": [_role(view, now) for view in board.fleet.ordered()],
         "ledger": None if stats is None else {
             "counts": stats.counts, "gauges": stats.gauges, "conserved": stats.conserved,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def describe(folder: Path, s: Status) -> Iterator[str]:
         f"step      {s['step']}/{s['steps']}   version {s['version']}   reward {reward}"
         f"   {words.clock(s['elapsed_s'])} gone{left}"
     )
+    if s.get("actors") is not None and not summary:  # an older file has none
+        yield _actors(s["roles"], s["actors"])
     yield from _roles(s["roles"], ended=bool(summary))
     if s["ledger"] is not None:
         stats = Stats(
@@ -90,6 +93,16 @@ def describe(folder: Path, s: Status) -> Iterator[str]:
             state="done" if summary else "running",
         )  # fmt: skip
         yield ledger_line(stats)
+
+
+def why_over(folder: Path, s: Status) -> str:
+    """Why nobody can be asked any more, in words; empty while the launcher is alive."""
+    summary = _summary(folder)
+    if summary or s["state"] == "ended":
+        return _state(s, summary)
+    if s["host"] == socket.gethostname() and not _alive(s["pid"], s["process_started"]):
+        return _state(s, summary)
+    return ""
 
 
 def _summary(folder: Path) -> Status:
@@ -124,6 +137,12 @@ def _alive(pid: int, started: float) -> bool:
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+def _actors(roles: list[Status], wanted: int) -> str:
+    states = Counter(r["state"] for r in roles if r["name"].startswith("actor-"))
+    leaving = f", {states['leaving']} leave" if states["leaving"] else ""
+    return f"actors    {states['alive']} of {wanted} alive{leaving}"
 
 
 def _roles(roles: list[Status], ended: bool) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Before any process starts: what can be known (checks.py, machine.py) and the plan (plan.py)."""
+"""Before any process starts: what can be known (checks.py) and the plan (plan.py)."""
 
 from asyncrl.preflight.checks import Preflight, preflight
 from asyncrl.preflight.plan import describe

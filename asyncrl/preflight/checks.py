@@ -18,8 +18,9 @@ from asyncrl import models
 from asyncrl.config.check import REWARDS, check
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, MissingExtraError, ModelError, UserError
+from asyncrl.launch.placement.machine import check_machine
 from asyncrl.model_store.folder import context_length, has_chat_template, read_config
-from asyncrl.preflight.machine import check_machine
+from asyncrl.user_function import try_load
 
 if TYPE_CHECKING:
     from asyncrl.launch.placement import Placement
@@ -86,7 +87,8 @@ def preflight(
     prompts = attempt(lambda: _prompts(config))
     reward = attempt(lambda: _reward(config))
     path = attempt(lambda: run_path(config, name))
-    attempt(lambda: _sinks(config))
+    attempt(lambda: _extras(config))
+    attempt(lambda: _shaping(config))
     attempt(lambda: keys_of(config))
     if problems or prompts is None or reward is None or path is None:
         raise _merge(problems)
@@ -111,15 +113,28 @@ def _prompts(config: Config) -> tuple[int, int]:
     return source.trainable(), config.eval.samples
 
 
-def _sinks(config: Config) -> None:
-    if config.log.wandb != "off" and importlib.util.find_spec("wandb") is None:
-        raise MissingExtraError(
-            f"log.wandb={config.log.wandb}: wandb is not installed; pip install 'asyncrl[wandb]'"
-        )
-    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise MissingExtraError(
-            "log.tensorboard=true: tensorboard is not installed; pip install 'asyncrl[tensorboard]'"
-        )
+def _extras(config: Config) -> None:
+    log, rank = config.log, config.learner.lora.rank
+    needed = (
+        (log.wandb != "off", f"log.wandb={log.wandb}", "wandb", "wandb"),
+        (log.tensorboard, "log.tensorboard=true", "tensorboard", "tensorboard"),
+        # learner.lora.targets are for the learner to check: without torch no model has modules.
+        (rank is not None, f"learner.lora.rank={rank}", "peft", "lora"),
+    )
+    missing = [
+        f"{setting}: {package} is not installed; pip install 'asyncrl[{extra}]'"
+        for asked, setting, package, extra in needed
+        if asked and importlib.util.find_spec(package) is None
+    ]
+    if missing:
+        raise MissingExtraError("\n".join(missing))
+
+
+def _shaping(config: Config) -> None:
+    from asyncrl.learner.maths.shaping import ARGUMENTS, KEY
+
+    if config.learner.shaping.function is not None:
+        try_load(config.learner.shaping.function, KEY, ARGUMENTS)
 
 
 def _some_prompt_fits(config: Config, model_path: Path) -> None:

@@ -8,7 +8,6 @@ here but `exp_clamped` and `log_ratio` has a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -29,10 +28,6 @@ LOG_RATIO_CLAMP = 20.0
 
 MAX_MISSING = 0.5
 """Largest share of a batch's behaviour log-probabilities that may be missing."""
-
-ESS_COLLAPSE = 0.3
-"""Advice below this share: the gradient is then as noisy as that of an on-policy batch of less than
-a third of the tokens, and two thirds of the work of generating it are lost."""
 
 
 class Weight(NamedTuple):
@@ -215,27 +210,3 @@ def k3(log_weight: Floats64) -> float:
     """Estimate of KL(mu || prox) from tokens of mu: mean of w - 1 - log w, never negative."""
     with np.errstate(over="ignore"):
         return float(np.mean(np.expm1(log_weight) - log_weight))
-
-
-def ess_collapse(metrics: Mapping[str, float]) -> str | None:
-    """What to do when a batch's effective sample size collapses; None when it did not.
-
-    Args:
-        metrics: of the step, before those that are not finite are dropped.
-    """
-    ess = metrics.get("is/ess_frac")
-    if ess is None or not ess < ESS_COLLAPSE:
-        return None
-    mismatch, drift = (metrics.get(f"kl/{name}_k3", 0.0) for name in ("mismatch", "drift"))
-    seen = f"kl/mismatch_k3 is {mismatch:.2g}, kl/drift_k3 {drift:.2g}"
-    if mismatch > drift:
-        cause = (
-            f"engine precision is to blame ({seen}): bring engine.dtype and learner.dtype closer"
-        )
-    else:
-        cause = f"staleness is to blame ({seen}): lower buffer.max_staleness"
-    return (
-        f"is/ess_frac is {ess:.2g}: the importance weights leave this batch worth {ess:.0%} of its "
-        f"tokens, and its gradient mostly noise; {cause}, or bound the weights with "
-        "learner.correction.level and .action"
-    )

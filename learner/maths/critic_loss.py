@@ -40,7 +40,8 @@ def value_loss(
     old = old_values.detach()
     bounded = (old + (values - old).clamp(-clip, clip) - targets).square()
     loss = 0.5 * (coefficient * torch.maximum(plain, bounded)).sum()
-    return loss, (bounded > plain).detach()
+    # Beyond e, not only by the rounding of old + (V - old).
+    return loss, ((values - old).abs() > clip).detach() & (bounded > plain).detach()
 
 
 def explained_variance(values: npt.ArrayLike, targets: npt.ArrayLike) -> float:

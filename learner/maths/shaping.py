@@ -5,12 +5,6 @@ task's reward ─► user's function ─► minus overlong penalty ─► over r
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -18,12 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config.learning import ShapingConfig
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import DataError
 from asyncrl.learner.maths.advantages import by_group, check_finite
 from asyncrl.types import SampleHeader
+from asyncrl.user_function import as_number, describe, load
 
 Floats64 = npt.NDArray[np.float64]
 ShapingFunction = Callable[[SampleHeader, float], float]
+
+KEY = "learner.shaping.function"
+ARGUMENTS = ("SampleHeader", "reward")
+"""What it is called with, for messages."""
 
 
 def shaped_rewards(
@@ -73,53 +72,25 @@ def overlong_share(lengths: Floats64, max_tokens: int, soft_tokens: int) -> Floa
     return share
 
 
-@functools.cache
 def load_function(spec: str) -> ShapingFunction:
-    """The function that `learner.shaping.function` names, imported once.
+    """The function that `learner.shaping.function` names.
 
-    Like a reward's, its module is looked for in the current folder too. It runs on every learner
-    rank for every sample of a batch, so it must be deterministic.
+    It runs on every learner rank for every sample of a batch, so it must be deterministic.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such function.
     """
-    where = f"learner.shaping.function={spec}"
-    module_name, _, path = spec.partition(":")
-    if not module_name or not path:
-        raise ConfigError(f"{where}: expected module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: object = importlib.import_module(module_name)
-    except (Exception, SystemExit) as e:  # a user's module may do anything
-        raise ConfigError(
-            f"{where}: importing {module_name} failed (looked in {os.getcwd()} and the "
-            f"environment): {type(e).__name__}: {e}"
-        ) from e
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise ConfigError(f"{where}: {module_name} has no {path!r}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise ConfigError(
-            f"{where}: is a {type(found).__name__}, expected a function "
-            "(SampleHeader, reward) -> float"
-        )
-    return cast(ShapingFunction, found)
+    return cast(ShapingFunction, load(spec, KEY, ARGUMENTS))
 
 
 def _call(function: ShapingFunction, spec: str, header: SampleHeader, reward: float) -> float:
     """The function's value for one sample, as a finite float."""
-    where = f"learner.shaping.function={spec}: for sample {tuple(header.id)}, reward {reward}, it"
+    where = f"{KEY}={spec}: for sample {tuple(header.id)}, reward {reward}, it"
     try:
-        value: object = function(header, reward)
-    except Exception as e:
-        raise DataError(f"{where} raised {type(e).__name__}: {e}") from e
-    number = math.nan
-    if hasattr(value, "__float__"):  # text such as "1" is no number
-        with contextlib.suppress(TypeError, ValueError, OverflowError):  # an array, say
-            number = float(cast(float, value))
-    if not math.isfinite(number):
-        shown = " ".join(repr(value).split())[:80]
-        raise DataError(f"{where} returned {shown}: it must return a finite number")
-    return number
+        value = function(header, reward)
+    except (Exception, SystemExit) as e:
+        raise DataError(f"{where} raised {describe(e)}") from e
+    try:
+        return as_number(value)
+    except (TypeError, ValueError) as e:
+        raise DataError(f"{where} {e}") from e

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ModelError, UserError
+from asyncrl.learner.policy.loading import load_checked
 
 _TOKENIZER_FILE = "tokenizer_config.json"
 
@@ -24,7 +27,7 @@ def write_hf(
     *,
     state: dict[str, Tensor] | None = None,
     trust_remote_code: bool = False,
-    check: bool = False,
+    partial: Path | None = None,
 ) -> None:
     """Write `model` to `folder`, with the tokenizer of `origin`.
 
@@ -36,21 +39,31 @@ def write_hf(
         origin: folder of the model that it was made from.
         state: weights by name.
         trust_remote_code: run code that `origin` ships.
-        check: load what was written before it gets its name.
+        partial: an empty folder of the caller's to write in, which is loaded before it gets its
+            name; None is `folder`.partial, of which what a killed process left is removed.
 
     Raises:
-        OSError: the disk failed, or `folder` exists and is not empty.
-        ModelError: what was written does not load.
+        OSError, SafetensorError: the disk failed, or `folder` exists and is not empty.
+        ModelError: what was written does not load, or the tokenizer of `origin` does not.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    check = partial is not None
+    if partial is None:
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial, state_dict=state)
     if (origin / _TOKENIZER_FILE).exists():
-        tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=trust_remote_code)
-        tokenizer.save_pretrained(partial)
+        _tokenizer(origin, trust_remote_code).save_pretrained(partial)
     if check:
-        _load(partial, "auto", trust_remote_code)
+        load_checked(partial, "auto", trust_remote_code=trust_remote_code)
     partial.rename(folder)
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as e:
+        why = " ".join(str(e).split())
+        raise ModelError(f"cannot load the tokenizer of {folder}: {why}") from e
 
 
 def export(
@@ -62,31 +75,45 @@ def export(
         The type of the weights written.
 
     Raises:
-        UserError: `out` is there already.
+        UserError: `out` is there already, or cannot be written.
         ModelError: the source does not load, or the copy does not.
-        OSError: the disk failed.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    target = out.resolve()
+    if target.is_relative_to(source.resolve()):
+        raise UserError(f"{out} lies within {source}, which is exported: name another folder")
+    try:
+        taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    except OSError as e:
+        raise _unwritable(out, e) from e
+    if taken:
         raise UserError(f"{out} exists and is not an empty folder: export to another name")
     transformers_logging.disable_progress_bar()
-    model = _load(source, dtype or "auto", trust_remote_code)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    model = load_checked(source, dtype or "auto", trust_remote_code=trust_remote_code)
+    partial = None
     try:
-        write_hf(out, model, source, trust_remote_code=trust_remote_code, check=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own: whatever lies beside OUT is the user's.
+        partial = Path(tempfile.mkdtemp(prefix=".export-", dir=target.parent))
+        partial.chmod(0o777 & ~_umask())
+        write_hf(target, model, source, trust_remote_code=trust_remote_code, partial=partial)
+    except (OSError, SafetensorError) as e:
+        raise _unwritable(out, e) from e
     finally:
-        shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
     written: torch.dtype = model.dtype
     return written
 
 
-def _load(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
-    """The model of a folder, all of whose weights are there."""
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        raise ModelError(f"cannot load a causal language model from {folder}: {e}") from e
-    if found["missing_keys"]:
-        raise ModelError(f"{folder} lacks weights: {', '.join(sorted(found['missing_keys']))}")
-    return model
+def _umask() -> int:
+    """What new folders of this process lack; `mkdtemp` gives nobody else a right."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _unwritable(out: Path, error: Exception) -> UserError:
+    """What to say when `out` cannot be written; the error may be about a file in it."""
+    text = getattr(error, "strerror", None) or " ".join(str(error).split())
+    fix = "make room" if "o space left" in text else "name a folder that can be written"
+    return UserError(f"{out} cannot be written ({text}): {fix}")

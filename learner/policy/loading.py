@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.errors import ModelError
@@ -25,23 +25,10 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool) -> Any:
         ModelError: there is none, it cannot be packed, or its weights are not those of its
             configuration (an embedding with more rows than `vocab_size`, a tensor left out).
     """
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        _check_config(config, path)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=NAME,
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        if isinstance(e, ModelError):
-            raise
-        raise ModelError(f"cannot load a causal language model from {path}: {e}") from e
-    _check_weights(found, path)
+    model = load_checked(
+        path, torch.float32, attn_implementation=NAME, trust_remote_code=trust_remote_code
+    )
+    _check_config(model.config, path)
     if not model._supports_attention_backend or getattr(model, "_is_stateful", False):
         raise ModelError(
             f"{type(model).__name__} ({path}) computes its attention in its own way, so sequences "
@@ -50,6 +37,32 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool) -> Any:
     # Dropout would make the engine's policy and the learner's differ: no module is in training
     # mode, whatever its rate.
     return model.eval()
+
+
+def load_checked(path: Path, dtype: torch.dtype | str, **options: Any) -> Any:
+    """The model of a folder, all of whose weights are the folder's.
+
+    Args:
+        path: the folder.
+        dtype: of the weights; "auto": as they were saved.
+        options: further ones of `from_pretrained`.
+
+    Raises:
+        ModelError: there is none, or its weights are not those of its configuration.
+    """
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        why = " ".join(str(e).split())
+        raise ModelError(f"cannot load a causal language model from {path}: {why}") from e
+    _check_weights(found, path)
+    return model
 
 
 def _check_config(config: Any, path: Path) -> None:

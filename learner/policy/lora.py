@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from asyncrl.config.learning import LoraConfig
 from asyncrl.errors import MissingExtraError, ModelError
+from asyncrl.learner.layout import Merge
 from asyncrl.learner.policy.sharding import whole
 
 _ADAPTER = "default"
@@ -120,9 +121,14 @@ def hf_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter, Any]]:
             yield name, parameter, None
 
 
+def adapter_of(layer: Any) -> tuple[nn.Parameter, nn.Parameter, Merge]:
+    """A and B of an adapted layer, and how they are merged with its weight."""
+    a, b = (part[_ADAPTER].weight for part in (layer.lora_A, layer.lora_B))
+    return a, b, Merge(layer.scaling[_ADAPTER], bool(layer.fan_in_fan_out))
+
+
 def merged(weight: Tensor, layer: Any, dtype: torch.dtype) -> Tensor:
     """W + alpha/rank B A, whole, computed in float32 as the adapters are; a collective."""
-    a, b = (whole(part[_ADAPTER].weight) for part in (layer.lora_A, layer.lora_B))
-    delta = b @ a * layer.scaling[_ADAPTER]
-    total: Tensor = whole(weight) + (delta.T if layer.fan_in_fan_out else delta)
-    return total.to(dtype)
+    a, b, merge = adapter_of(layer)
+    a_whole, b_whole = whole(a), whole(b)
+    return merge(whole(weight), a_whole, b_whole).to(dtype)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.learning import LearnerConfig
+from asyncrl.learner.layout import Layout
 from asyncrl.learner.policy.critic import Critic
 from asyncrl.learner.policy.export import write_hf
 from asyncrl.learner.policy.loading import (
@@ -33,9 +34,7 @@ from asyncrl.learner.policy.lora import add_adapters, hf_parameters, merged, wit
 from asyncrl.learner.policy.optim import Trainable
 from asyncrl.learner.policy.packed import PackedPolicy, Scores
 from asyncrl.learner.policy.sharding import Sharder, compile_layers, reshard, whole
-
-CRITICS = ("gae", "vtrace")
-"""Advantage estimators that need values."""
+from asyncrl.learner.policy.shards import layout_of, shards_of
 
 
 class Policy:
@@ -77,7 +76,7 @@ class Policy:
         self._learner, self._device = learner, device
         self._sharder = Sharder(world, device, dtype, cpu_offload=learner.cpu_offload)
         lora = learner.lora.rank is not None
-        needs_values = learner.advantage.estimator in CRITICS
+        needs_values = learner.advantage.critic
         shared = needs_values and learner.critic.trunk == "shared"
         model = self._load(train=True, check=True)
         self.generation_config = model.generation_config
@@ -144,9 +143,18 @@ class Policy:
             else:
                 yield name, merged(parameter, adapted, dtype)
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and full shape of each parameter, in the order of `full_parameters`."""
-        return {name: tuple(p.shape) for name, p, _ in hf_parameters(self.module.model)}
+    def layout(self, dtype: str) -> Layout:
+        """How the parameters lie on the ranks, and travel, in `dtype`, as `full_parameters`."""
+        self.reshard()
+        return layout_of(hf_parameters(self.module.model), dtype)
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of each part of the layout; no collective, unlike all else here.
+
+        They share memory with the parameters: copy what must outlive the next step.
+        """
+        self.reshard()
+        yield from shards_of(hf_parameters(self.module.model))
 
     def save_hf(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write an ordinary Hugging Face folder, with the tokenizer; rank 0 writes.

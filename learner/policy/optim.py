@@ -130,7 +130,15 @@ def global_norm(grads: Iterable[Tensor]) -> float:
     grads = list(grads)
     if not grads:
         return 0.0
-    norm = torch.nn.utils.get_total_norm([_local(g) for g in grads]).double()
+    norm = _norm_over_ranks(grads, torch.nn.utils.get_total_norm([_local(g) for g in grads]))
+    if not math.isfinite(norm):  # it may be float32 that overflows; every rank sees the same
+        parts = [torch.linalg.vector_norm(_local(g), dtype=torch.float64) for g in grads]
+        norm = _norm_over_ranks(grads, torch.linalg.vector_norm(torch.stack(parts)))
+    return norm
+
+
+def _norm_over_ranks(grads: list[Tensor], norm: Tensor) -> float:
+    norm = norm.double()
     if isinstance(grads[0], DTensor):
         mesh = grads[0].device_mesh
         # Offloaded shards lie in host memory, the ranks of GPUs speak NCCL.

@@ -128,6 +128,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         info = self.source.snapshot.plan.to_info()
         info["bucket_bytes"] = self.source.snapshot.bucket_bytes
         info["timeout_s"] = client.limits.transfer_s
+        info["checksums"] = self.source.snapshot.checksums
         client.start_weight_update()
         _both(lambda: client.update_weights(info), client, self._broadcast)
         client.finish_weight_update(str(client.version))

@@ -1,33 +1,37 @@
-"""Publication of weights by a collective: snapshot in step, send beside training.
+"""Publication of weights by rank 0: own shards copied in step, all else beside training.
 
-    train ──► publish(v): wait for v-1 to leave ──► source() into the snapshot ──► train
-                                                              │ (rank 0)
-    announcements ──► Members ──► who is ready, who is behind ▼
-                                  the sending thread ──► round.Courier ──► these actors' engines
+    train ──► publish(v): wait for v-1 to leave ──► own shards into the snapshot ──► train
+                                                              │
+    the other ranks' sending threads (shard_publisher) ──►    ▼
+    announcements ──► Members ──► who is ready, behind ──► the sending thread: gather, merge, hash
+                                                              └─► round.Courier ──► these engines
 
-All ranks call `publish`, since the source gathers; only rank 0 keeps the copy and speaks. Its
-sending thread waits for a publication, or for a member that is behind the last one (a joiner,
-one that was cut out): that member gets the snapshot while the others generate. Whoever waits for
-the thread is released by the deadline of the phase it is in, and gives up STUCK_MARGIN_S later.
+All ranks call `publish`, each for its own shards: nothing is collective there. Rank 0's sending
+thread waits for a publication, or for a member that is behind the last one (a joiner, one that was
+cut out): that member gets the snapshot while the others generate. Whoever waits for the thread is
+released by the deadline of the phase it is in, and gives up STUCK_MARGIN_S later.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.learner.publication.members import Member, Members
-from asyncrl.learner.publication.round import Courier, Outcome
+from asyncrl.learner.layout import Layout
+from asyncrl.learner.publication.gather import Gather
+from asyncrl.learner.publication.journal import Journal
+from asyncrl.learner.publication.members import Members
+from asyncrl.learner.publication.round import Courier
+from asyncrl.learner.publication.shards import Source
 from asyncrl.learner.publication.snapshot import Snapshot
 from asyncrl.security import Keys
 from asyncrl.types import Version
-from asyncrl.weights import BUCKET_BYTES, ParamSpec, TransferPlan, publication_deadline_s
+from asyncrl.weights import BUCKET_BYTES, publication_deadline_s
 
 STUCK_MARGIN_S = 10.0
 """Seconds beyond its deadline after which the sending thread counts as stuck: NCCL's collectives
@@ -39,59 +43,54 @@ FAILED_S = 15.0
 _LOOK_S = 1.0
 """How often (seconds) who waits looks again, unless woken."""
 
-Source = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-
 
 class _Job(NamedTuple):
     """What the sending thread does next."""
 
     version: Version
-    members: list[Member]
     cut_at: float | None
     """When the snapshot was cut (time.monotonic); None when members only catch up."""
     blocked_s: float
 
 
 class BroadcastPublisher:
-    """`WeightPublisher` that sends to all ready actors at once, by vLLM's weight-transfer API.
+    """Rank 0's `WeightPublisher`: sends to all ready actors, by vLLM's weight-transfer API.
 
-    `source` yields (name, full tensor) in the order of `metadata` and may be a collective of
-    all ranks. `members` (rank 0 only) may be empty: actors come and go, and hold the initial
-    model, which is version 0 and is not sent. What an actor does wrong cuts it out and shows
-    in `take_events`; it raises nowhere.
+    `source` yields (name, this rank's rows) of each part of `layout`, in order; `gather` brings
+    the other ranks', and is None without any. `members` may be empty: actors come and go, and
+    hold the initial model, which is version 0 and is not sent. What an actor does wrong cuts it
+    out and shows in `take_events`; it raises nowhere.
     """
 
     def __init__(
         self,
-        members: Members | None,
+        members: Members,
         *,
-        rank: int,
-        source: Source,
-        metadata: Sequence[ParamSpec],
+        source: Callable[[], Source],
+        layout: Layout,
+        gather: Gather | None = None,
         backend: Literal["gloo", "nccl"],
         device: torch.device,
         timeout_s: float,
+        drain_s: float = 0.0,
         address: str = "127.0.0.1",
         bucket_bytes: int = BUCKET_BYTES,
         keys: Keys | None = None,
     ) -> None:
-        self._rank = rank
         self._source = source
-        if rank != 0:
-            return
-        assert members is not None, "rank 0 speaks to the members"
-        plan = TransferPlan(tuple(metadata))
         self._members = members
-        self._nbytes = plan.nbytes
-        self._deadline_s = publication_deadline_s(timeout_s, plan.nbytes)
-        self._snapshot = Snapshot(plan, pinned=device.type == "cuda", bucket_bytes=bucket_bytes)
+        # vLLM's NCCL engine loads as it receives, and has no use for checksums.
+        self._snapshot = Snapshot(
+            layout, gather=gather, hashed=backend == "gloo", pinned=device.type == "cuda",
+            bucket_bytes=bucket_bytes,
+        )  # fmt: skip
+        nbytes = self._snapshot.plan.nbytes
+        self._deadline_s = publication_deadline_s(timeout_s, nbytes) + drain_s
         self._courier = Courier(
             self._snapshot, backend=backend, address=address, device=device, timeout_s=timeout_s,
-            keys=keys,
+            drain_s=drain_s, keys=keys,
         )  # fmt: skip
-        self._timings: deque[dict[str, float]] = deque()
-        self._events: deque[dict[str, Any]] = deque()
-        self._retries = 0
+        self._journal = Journal(nbytes)
         # All below is guarded by `_state`, which is notified of every change.
         self._state = threading.Condition()
         self._version: Version | None = None  # of the snapshot
@@ -108,10 +107,6 @@ class BroadcastPublisher:
         Raises:
             WeightSyncError: the sending thread is stuck, or ended by a bug.
         """
-        if self._rank != 0:
-            for _ in self._source():
-                pass
-            return
         started = time.monotonic()
         with self._state:
             self._filling = True  # nobody catches up before this publication
@@ -123,7 +118,7 @@ class BroadcastPublisher:
             raise
         now = time.monotonic()
         self._members.published(version)
-        self._filled(version, _Job(version, [], now, now - started))
+        self._filled(version, _Job(version, now, now - started))
 
     def _filled(self, version: Version | None, job: _Job | None) -> None:
         with self._state:
@@ -137,9 +132,8 @@ class BroadcastPublisher:
             WeightSyncError: the sending thread is stuck, or ended by a bug; the publisher is of no
                 use afterwards.
         """
-        if self._rank == 0:
-            with self._state:
-                self._wait_until_idle()
+        with self._state:
+            self._wait_until_idle()
 
     def finish(self, timeout_s: float) -> list[str]:
         """Wait until all fresh members have applied the last version; for those that were cut out
@@ -151,8 +145,6 @@ class BroadcastPublisher:
         Raises:
             WeightSyncError: as `wait`.
         """
-        if self._rank != 0:
-            return []
         began = time.monotonic()
         with self._state:
             self._wait_until_idle()
@@ -175,36 +167,23 @@ class BroadcastPublisher:
     def take_timings(self) -> dict[str, float]:
         """What the publication that left since the last call took; each is handed out once.
 
-        sync/blocked_s: the `publish` call (training stood still). sync/total_s: snapshot cut to
-        committed by all. sync/pause_s: first request to pause to last commit, as seen from here;
-        each engine's own pause lies within. sync/transfer_s: the receive phase. sync/bytes.
-        Without a member that applied it, a publication has blocked_s and total_s alone. At each
-        call: sync/retries (rounds repeated because a member failed, so far), and, when there are
-        members, sync/version_lag (versions by which the last of them is behind).
+        sync/blocked_s: the `publish` call (training stood still). sync/gather_s, sync/hash_s: see
+        `Snapshot.complete`. sync/total_s: snapshot cut to committed by all. All else: see
+        `Journal`. And, when there are members, sync/version_lag (versions by which the last of
+        them is behind).
         """
-        if self._rank != 0:
-            return {}
-        timings: dict[str, float] = {"sync/retries": float(self._retries)}
-        while self._timings:
-            timings |= self._timings.popleft()
+        timings = self._journal.take_timings()
         if self._version and (lag := self._members.lag(self._version)) is not None:
             timings["sync/version_lag"] = float(lag)
         return timings
 
     def take_events(self) -> list[dict[str, Any]]:
-        """What happened to members since the last call, for events.jsonl.
-
-        weights_cut_out: actor, phase, reason, version. weights_joined: actor, version, seconds (of
-        the delivery, which was apart from a publication).
-        """
-        events = []
-        while self._rank == 0 and self._events:
-            events.append(self._events.popleft())
-        return events
+        """What happened to members since the last call, for events.jsonl: see `Journal.note`."""
+        return self._journal.take_events()
 
     def waiting_for(self) -> str:
-        """Phase, members that have not answered and the seconds left; "" when idle."""
-        return self._courier.waiting_for() if self._rank == 0 else ""
+        """Phase, ranks or members that have not answered and the seconds left; "" when idle."""
+        return self._snapshot.waiting_for() or self._courier.waiting_for()
 
     def close(self) -> None:
         """Wait for the last publication and leave the group; at once if the thread is stuck.
@@ -212,8 +191,6 @@ class BroadcastPublisher:
         Raises:
             WeightSyncError: as `wait`, if none has said so before.
         """
-        if self._rank != 0:
-            return
         said = self._error is not None
         try:
             with self._state:
@@ -238,7 +215,8 @@ class BroadcastPublisher:
         began = time.monotonic()
         while self._busy or self._next is not None:
             self._check()
-            give_up = max(self._courier.deadline, began) + STUCK_MARGIN_S
+            deadline = max(self._courier.deadline, self._snapshot.deadline, began)
+            give_up = deadline + STUCK_MARGIN_S
             if time.monotonic() > give_up:
                 self._error = WeightSyncError(
                     f"weights {self._version}: the sending thread is stuck, "
@@ -259,8 +237,11 @@ class BroadcastPublisher:
             while (job := self._next_job()) is not None:
                 self._do(job)
         except Exception as e:
-            error = WeightSyncError(f"weights {self._version}: {type(e).__name__}: {e}")
-            error.__cause__ = e
+            if isinstance(e, WeightSyncError):  # the gather's: it says who and when
+                error = e
+            else:
+                error = WeightSyncError(f"weights {self._version}: {type(e).__name__}: {e}")
+                error.__cause__ = e
             with self._state:
                 self._error, self._busy = error, False
                 self._state.notify_all()
@@ -269,46 +250,30 @@ class BroadcastPublisher:
         with self._state:
             while not self._closing:
                 if self._version is not None and (self._next is not None or not self._filling):
-                    behind = self._members.behind(self._version)
                     job, self._next = self._next, None
-                    if job is not None or behind:
+                    if job is not None or self._members.behind(self._version):
                         self._busy = True
-                        job = job or _Job(self._version, [], None, 0.0)
-                        return job._replace(members=behind)
+                        return job or _Job(self._version, None, 0.0)
                 self._state.wait(_LOOK_S)
         return None
 
     def _do(self, job: _Job) -> None:
+        took = {} if job.cut_at is None else self._snapshot.complete(job.version)
         began = time.monotonic()
-        outcome = self._courier.deliver(job.version, job.members, began + self._deadline_s)
+        members = self._members.behind(job.version)
+        outcome = self._courier.deliver(job.version, members, began + self._deadline_s)
         now = time.monotonic()
-        self._retries += max(0, outcome.rounds - 1)
         for member in outcome.applied:
             self._members.took(member, job.version)
-            if job.cut_at is None:
-                self._event("weights_joined", member, job, seconds=round(now - began, 3))
         for cut in outcome.cuts:
             self._members.failed(cut.member, gone=cut.gone)
-            self._event("weights_cut_out", cut.member, job, phase=cut.phase, reason=cut.reason)
+        self._journal.note(job.version, outcome, now - began if job.cut_at is None else None)
         if job.cut_at is not None:
-            self._timings.append(self._timings_of(job, outcome, now - job.cut_at))
+            took |= {"sync/blocked_s": job.blocked_s, "sync/total_s": now - job.cut_at}
+            self._journal.time(outcome, took)
         with self._state:
             self._busy = False
             self._state.notify_all()
-
-    def _event(self, what: str, member: Member, job: _Job, **fields: Any) -> None:
-        version = str(job.version)
-        self._events.append({"event": what, "actor": member.name, "version": version, **fields})
-
-    def _timings_of(self, job: _Job, outcome: Outcome, total_s: float) -> dict[str, float]:
-        timings = {"sync/blocked_s": job.blocked_s, "sync/total_s": total_s}
-        if {"begin", "receive", "commit"} <= outcome.timings.keys():
-            timings |= {
-                "sync/pause_s": outcome.timings["commit"][1] - outcome.timings["begin"][0],
-                "sync/transfer_s": outcome.took("receive"),
-                "sync/bytes": float(self._nbytes),
-            }
-        return timings
 
     def _wake(self) -> None:
         with self._state:

@@ -4,8 +4,9 @@
                   ▲                                               │ somebody failed
                   └── those who are not to blame, same version ◄──┴──► cut out, by name
 
-Each failed round cuts at least one member out, so there are at most as many as members. Every
-phase has its deadline (`weight_fleet.Limits`); no round begins after the delivery's own.
+Each failed round cuts at least one member out, or repeats the version for members whose copy
+arrived damaged, DAMAGED_TRIES times at most. Every phase has its deadline (`weight_fleet.Limits`);
+no round begins after the delivery's own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from asyncrl.learner.publication.weight_fleet import Failure, FleetClient, Limit
 from asyncrl.security import Keys
 from asyncrl.types import Version
 
+DAMAGED_TRIES = 3
+"""Copies of one version that a member may refuse as damaged before it is cut out."""
+
 
 class Cut(NamedTuple):
     """A member that did not get the version."""
@@ -43,6 +47,8 @@ class Outcome:
 
     applied: list[Member] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
+    damaged: list[tuple[Member, str]] = field(default_factory=list)
+    """Who refused a copy, and which tensors were wrong: once for each copy."""
     rounds: int = 0
     timings: dict[str, tuple[float, float]] = field(default_factory=dict)
     """First start and last end (time.monotonic) of each phase over all rounds."""
@@ -51,6 +57,13 @@ class Outcome:
         """Seconds of a phase, rounds in between included."""
         start, end = self.timings[phase]
         return end - start
+
+    def _note_damage(self, failures: Mapping[Member, Failure]) -> dict[Member, Failure]:
+        """Count the damaged copies; those who are not worth another try."""
+        damaged = {m: f for m, f in failures.items() if f.kind == "damaged"}
+        self.damaged += [(m, f.reason) for m, f in damaged.items()]
+        refused = [m for m, _ in self.damaged]
+        return {m: f for m, f in damaged.items() if refused.count(m) >= DAMAGED_TRIES}
 
     def _note(self, timings: Mapping[str, tuple[float, float]]) -> None:
         for phase, (start, end) in timings.items():
@@ -68,13 +81,14 @@ class Courier:
         address: str,
         device: torch.device,
         timeout_s: float,
+        drain_s: float = 0.0,
         keys: Keys | None = None,
     ) -> None:
         self._snapshot = snapshot
         self._backend = backend
         self._address = address
         self._device = device
-        self._limits = Limits.of(timeout_s, snapshot.plan.nbytes)
+        self._limits = Limits.of(timeout_s, snapshot.plan.nbytes, drain_s)
         self._keys = keys
         self._client: FleetClient | None = None
         self._sender: Any = None
@@ -108,7 +122,7 @@ class Courier:
             outcome.rounds += 1
             client, error = self._round(version, todo)
             outcome._note(client.timings)
-            blamed = _blame(client, todo, error)
+            blamed = _blame(client, todo, error) | outcome._note_damage(client.failures)
             outcome.applied += client.applied
             for member, failure in blamed.items():
                 if failure.kind == "applied":
@@ -178,10 +192,10 @@ def _blame(client: FleetClient, members: Sequence[Member], error: str) -> dict[M
     maybe_hit = [
         m for m, f in failures.items() if f.kind == "refused" and f.phase in ("join", "receive")
     ]
-    blamed = {m: f for m, f in failures.items() if m not in maybe_hit}
+    blamed = {m: f for m, f in failures.items() if m not in maybe_hit and f.kind != "damaged"}
     if not blamed and maybe_hit:
         blamed = {maybe_hit[0]: failures[maybe_hit[0]]}
-    elif not blamed and error:
+    elif not failures and error:
         blamed = {m: Failure("send", "refused", error) for m in members if m not in client.applied}
     return blamed
 

@@ -27,6 +27,13 @@ _GONE: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "its connection closed",
     zmq.EVENT_CONNECT_RETRIED: "nothing listens there",
 }
+_KINDS = {
+    "AlreadyAppliedError": "applied",
+    "DamagedWeightsError": "damaged",
+    "WeightSyncError": "refused",
+}
+"""Kinds of failure after which an engine goes on, by the error that it answers."""
+
 _GONE_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
@@ -34,7 +41,7 @@ class Limits(NamedTuple):
     """Deadlines of the phases of a publication, in seconds.
 
     >>> Limits.of(60.0, 300_000_000)
-    Limits(step_s=10.0, transfer_s=13.0, margin_s=5.0)
+    Limits(step_s=10.0, transfer_s=13.0, margin_s=5.0, drain_s=0.0)
     """
 
     step_s: float
@@ -43,24 +50,33 @@ class Limits(NamedTuple):
     """receive, commit: grows by 1 s per 100 MB."""
     margin_s: float
     """What actors get to say that a collective failed, after its own deadline."""
+    drain_s: float = 0.0
+    """How much longer begin may take, where actors wait for their requests to end."""
 
     @classmethod
-    def of(cls, timeout_s: float, nbytes: int) -> Limits:
+    def of(cls, timeout_s: float, nbytes: int, drain_s: float = 0.0) -> Limits:
         """Those of `weights.timeout_s`, far enough below it that a second try fits in."""
         step = min(STEP_S, timeout_s / 4)
-        return cls(step, min(timeout_s, step + nbytes / BYTES_PER_S), step / 2)
+        transfer = min(timeout_s, step + nbytes / BYTES_PER_S)
+        return cls(step, transfer, step / 2, drain_s)
+
+    @property
+    def round_s(self) -> float:
+        """The longest that one round can take: the sender's joining, then every phase."""
+        join, begin = 2 * (self.step_s + self.margin_s), self.step_s + self.drain_s
+        return join + begin + 2 * self.transfer_s + self.margin_s
 
 
 class Failure(NamedTuple):
     """Why a member did not answer Ok.
 
     gone: its process has ended. silent: no answer by the deadline. dead: its engine cannot go on.
-    refused: its engine goes on as before; another member's failure may be the reason. applied: it
-    has the version already.
+    refused: its engine goes on as before; another member's failure may be the reason. damaged:
+    likewise, since bytes arrived that were not sent. applied: it has the version already.
     """
 
     phase: str
-    kind: Literal["gone", "silent", "dead", "refused", "applied"]
+    kind: Literal["gone", "silent", "dead", "refused", "damaged", "applied"]
     reason: str
 
 
@@ -113,7 +129,8 @@ class FleetClient:
     def start_weight_update(self) -> None:
         """All engines pause at a token boundary."""
         message = wire.WeightsBegin(version=self.version)
-        self._call("begin", self.members, self.limits.step_s, lambda _: message)
+        seconds = self.limits.step_s + self.limits.drain_s
+        self._call("begin", self.members, seconds, lambda _: message)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """All engines receive; runs while the sender broadcasts."""
@@ -185,6 +202,7 @@ class _Exchange:
         self, context: zmq.Context[zmq.Socket[bytes]], message: Callable[[Member], wire.Message]
     ) -> dict[Member, Failure]:
         """Why each member failed that did; also added to the client's failures at once."""
+        self._client._waiting = (self._phase, self._members)
         try:
             for member in self._members:
                 self._send(context, member, wire.encode(message(member)))
@@ -240,11 +258,7 @@ class _Exchange:
             self._close(member)
         elif isinstance(reply, wire.Error):
             reason = f"refused with {reply.error}: {reply.message}"
-            if reply.error == "AlreadyAppliedError":
-                self._fail(member, "applied", reason)
-            else:
-                whole = reply.error == "WeightSyncError"
-                self._fail(member, "refused" if whole else "dead", reason)
+            self._fail(member, _KINDS.get(reply.error, "dead"), reason)
         else:
             self._fail(member, "dead", f"answered {type(reply).__name__}")
 

@@ -220,6 +220,37 @@ def test_samples_that_wait_for_their_reward_keep_their_leases(tmp_path, monkeypa
     run(scenario)
 
 
+def test_samples_that_a_weight_update_holds_up_keep_their_leases(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout, "PROGRESS_EVERY_S", 0.01)
+    reports = []
+    progress = AsyncBufferClient.progress
+
+    async def spy(client, actor, tokens):
+        await progress(client, actor, tokens)
+        reports.append(tokens)
+
+    monkeypatch.setattr(AsyncBufferClient, "progress", spy)
+
+    async def scenario():
+        engine = FakeEngine()
+        engine.gate.clear()
+        engine.held_up = True
+        async with Actor(tmp_path, S=8, engine=engine) as a:
+            await until(lambda: len(engine.in_use) == 6)
+            for _ in range(4):
+                a.now += 0.9 * LEASE_S
+                # The first of the two may have been on its way already.
+                enough = len(reports) + 2
+                await until(lambda n=enough: len(reports) >= n)
+            assert a.ledger.counts()["leased"] == 6
+            assert a.ledger.counts()["requeued"] == 0
+            engine.held_up = False
+            engine.gate.set()
+            await a.train(1)
+
+    run(scenario)
+
+
 class StuckEngine(FakeEngine):
     """Never brings a token of the first sample of a group."""
 
@@ -295,6 +326,7 @@ def test_a_dead_engine_ends_the_loop(tmp_path):
     run(scenario)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(
     ("stamps", "low", "high"),
     [
@@ -304,17 +336,18 @@ def test_a_dead_engine_ends_the_loop(tmp_path):
         ([(0, 7), (1, 7)], (0, 7), (1, 7)),
     ],
 )
-def test_the_lowest_and_highest_version_of_a_sample_are_those_by_number(stamps, low, high):
+def test_the_header_of_a_sample_sums_up_its_tokens(stamps, low, high, mixed):
     incarnations, versions = np.array(stamps, np.int32).T
     tokens = np.arange(len(stamps), dtype=np.int32)
     generation = Generation(
         tokens, -tokens.astype(np.float32), versions, incarnations, Version(*stamps[0]),
-        Version(*stamps[-1]), FinishReason.STOP, "",
+        Version(*stamps[-1]), FinishReason.STOP, "", kv_mixed=mixed,
     )  # fmt: skip
     sample = SampleId("t", 0, 0, 0)
     header = build_trajectory(sample, 1, "actor-0", (1,), generation, 0.0, 1.0).header
     assert (header.version_min, header.version_max) == (Version(*low), Version(*high))
     assert (header.version_dispatch, header.version_finish) == (stamps[0], stamps[-1])
+    assert header.kv_mixed == mixed
 
 
 def test_a_generation_without_tokens_or_stamps_is_refused():
@@ -333,3 +366,51 @@ def test_a_generation_without_tokens_or_stamps_is_refused():
             Generation(one, one.astype(np.float32), one - 1, one - 1, Version(0, 0), Version(0, 0),
                        FinishReason.STOP, "")
         )  # fmt: skip
+
+
+def test_an_actor_that_is_to_leave_ends_with_what_it_has(tmp_path):
+    async def scenario():
+        engine = FakeEngine()
+        engine.gate.clear()
+        async with Actor(tmp_path, S=8, engine=engine) as a:
+            await until(lambda: len(engine.in_use) == 6)
+            launcher = BufferClient(a.learner._connection.peer.endpoint, "t", "launcher", 0)
+            try:
+                await asyncio.to_thread(launcher.hello)
+                await asyncio.to_thread(launcher.scale, 1, ["actor-0"])
+                leased = a.ledger.counts()["dispatched"]
+                a.loop.on_applied(a.engine.applied)
+                assert not a.running.done()
+                engine.gate.set()
+                reply = await a.running
+            finally:
+                launcher.close()
+            assert (reply.leave, reply.state, reply.actors) == (True, "running", 1)
+            assert a.loop.in_flight == 0
+            counts = a.ledger.counts()
+            assert (counts["dispatched"], counts["leased"]) == (leased, 0)
+            assert counts["completed"] == leased
+
+    run(scenario)
+    facts = read_ids(tmp_path / "ids.tsv")
+    assert {s for what, s, _ in facts if what == "pushed-accepted"} == {
+        s for what, s, _ in facts if what == "dispatched"
+    }
+
+
+def test_an_actor_that_is_to_leave_still_hears_the_end_of_the_run(tmp_path):
+    async def scenario():
+        engine = FakeEngine()
+        engine.gate.clear()
+        async with Actor(tmp_path, S=8, engine=engine) as a:
+            await until(lambda: len(engine.in_use) == 6)
+            launcher = BufferClient(a.learner._connection.peer.endpoint, "t", "launcher", 0)
+            try:
+                await asyncio.to_thread(launcher.hello)
+                await asyncio.to_thread(launcher.scale, 1, ["actor-0"])
+            finally:
+                launcher.close()
+            await asyncio.to_thread(a.learner.stop, "interrupted")
+            assert (await a.running).state == "stopping"
+
+    run(scenario)

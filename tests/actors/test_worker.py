@@ -72,6 +72,9 @@ class UpdatableEngine(FakeEngine):
     def fail(self, reason: str) -> None:
         self.failed = reason
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
 
 class Records:
     """A sink that remembers."""
@@ -252,6 +255,64 @@ def test_a_late_actor_leases_nothing_before_it_has_the_current_version(
         assert host.records.evals() == [], "a restarted actor evaluates nothing at its start"
         lines = (host.folder / "logs" / "actor-0.ids.tsv").read_text().splitlines()
         assert any(line.startswith("dispatched") for line in lines)
+
+    run(scenario())
+
+
+@asynccontextmanager
+async def launcher(host: Any) -> AsyncIterator[BufferClient]:
+    client = BufferClient(host.endpoint, "t", "launcher", 0)
+    try:
+        await asyncio.to_thread(client.hello)
+        yield client
+    finally:
+        client.close()
+
+
+def test_an_actor_that_is_to_leave_ends_and_takes_no_more_weights(
+    hosted: Callable[..., Any],
+) -> None:
+    async def scenario() -> None:
+        async with hosted(config(steps=3, n=1)) as host, launcher(host) as chief:
+            running = host.run()
+            await host.train(1)
+            await host.publish()
+            # An update under way is ended first: others may be in it.
+            await host.worker.subscriber.begin(Version(0, 2))
+            await asyncio.to_thread(chief.scale, 1, ["actor-0"])
+            while host.worker.waits.open() == () or "weight update" not in str(
+                host.worker.waits.open()
+            ):
+                assert not running.done()
+                await asyncio.sleep(0.01)
+            await host.worker.subscriber.receive(INFO)
+            await host.worker.subscriber.commit(Version(0, 2))
+            await running
+            assert host.worker.engine.version == Version(0, 2)
+            # Its last word was that it is not ready: no publication waits for it.
+            assert not await asyncio.to_thread(host.members.wait_for, 1, 0.0)
+            stats = await asyncio.to_thread(host.learner.stats)
+            assert (stats.state, stats.counts["leased"]) == ("running", 0)
+        assert host.records.evals() == [(0, 0)], "no last evaluation"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("actors", "prompts"), [(0, 4), (1, 4), (2, 2), (3, 2), (4, 1)])
+def test_the_last_evaluation_is_shared_by_the_actors_that_there_are(
+    hosted: Callable[..., Any], actors: int, prompts: int
+) -> None:
+    async def scenario() -> None:
+        async with hosted(config(steps=3, n=1)) as host, launcher(host) as chief:
+            running = host.run()
+            if actors:
+                await asyncio.to_thread(chief.scale, actors)
+            await host.train(1)
+            await host.publish()
+            await host.stop()
+            await running
+        events = [r["event"] for r in host.records.all if r["event"] is not None]
+        assert [e["prompts"] for e in events if e["event"] == "eval"] == [4, prompts]
 
     run(scenario())
 

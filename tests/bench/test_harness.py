@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "bench"
-BENCHES = ("startup", "async_vs_sync", "peers", "buffer")
-MODULES = (*BENCHES, "harness", "runs", "pinning", "buffer_raw", "buffer_sides")
+MODULES = (
+    "startup", "async_vs_sync", "peers", "buffer", "weights", "off_policy", "harness", "runs",
+    "pinning", "buffer_raw", "buffer_sides", "learner_compare", "learner_meter",
+    "off_policy_report",
+)  # fmt: skip
+BENCHES = (*MODULES[:6], "learner")
 
 
 def start(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -336,3 +336,92 @@ def test_a_stranger_cannot_take_part(serve: Serve) -> None:
             client.gone("actor-0", "I say so")
     finally:
         client.close()
+
+
+# --- a run that is scaled ----------------------------------------------------------------------
+
+
+def test_an_actor_that_is_to_leave_gets_no_lease_and_may_finish_what_it_has(serve: Serve) -> None:
+    _, server = watchful(serve)
+
+    async def scenario() -> None:
+        async with actor(server, 0) as a, actor(server, 1) as b:
+            with launcher(server) as chief:
+                (first,) = (await b.lease("actor-1", V0, 2, wait_s=0)).leases
+                chief.scale(1, ["actor-1"])
+                reply = await b.lease("actor-1", V0, 2, wait_s=600)
+                assert (reply.leases, reply.leave, reply.actors) == ((), True, 1)
+                reply = await b.lease("actor-1", V0, 0, wait_s=0)
+                assert (reply.leases, reply.leave, reply.state) == ((), True, "running")
+                for k in range(2):
+                    done = wire.pack_trajectory(trajectory(first, k, "actor-1"))
+                    assert await b.push(done) == "accepted"
+                other = await a.lease("actor-0", V0, 2, wait_s=0)
+                assert (len(other.leases), other.leave, other.actors) == (1, False, 1)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_request_that_waits_is_answered_when_its_actor_is_to_leave(serve: Serve) -> None:
+    """With room at once; without, it goes on waiting for the end of the run."""
+    _, server = watchful(serve)
+
+    async def scenario() -> None:
+        async with actor(server, 0) as a, actor(server, 1) as b, actor(server, 2) as c:
+            with launcher(server) as chief:
+                await a.lease("actor-0", V0, 4, wait_s=0)  # nothing is left
+                parked = {
+                    x: asyncio.create_task(x.lease(x.name, V0, room, wait_s=600))
+                    for x, room in ((a, 2), (b, 2), (c, 0))
+                }
+                await asyncio.sleep(0)
+                for x in parked:
+                    await x.stats()  # answered after the request was parked
+                chief.scale(1, ["actor-1", "actor-2"])
+                assert (await parked[b]).leave
+                await a.stats()
+                assert not parked[a].done()
+                assert not parked[c].done()
+                chief.stop("over", Version(0, 1))
+                for x in (a, c):
+                    end = await parked[x]
+                    assert (end.state, end.actors, end.leave) == ("done", 1, False)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_the_successor_of_one_that_left_is_not_told_to_leave(serve: Serve) -> None:
+    _, server = watchful(serve)
+
+    async def scenario() -> None:
+        with launcher(server) as chief:
+            async with actor(server, 1) as b:
+                (lease, _) = (await b.lease("actor-1", V0, 4, wait_s=0)).leases
+                chief.scale(1, ["actor-1"])
+                assert (await b.lease("actor-1", V0, 4, wait_s=0)).leave
+                chief.gone("actor-1", "it has left")
+                with pytest.raises(LedgerError, match="actor-1 was replaced"):
+                    await b.lease("actor-1", V0, 4, wait_s=0)
+            async with actor(server, 1) as successor:
+                again = (await successor.lease("actor-1", V0, 4, wait_s=0)).leases
+                assert again[0].group == lease.group, "what it had not finished was free at once"
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_one_that_has_not_said_hello_yet_is_told_to_leave_all_the_same(serve: Serve) -> None:
+    _, server = watchful(serve)
+
+    async def scenario() -> None:
+        with launcher(server) as chief:
+            chief.scale(1, ["actor-1"])
+            async with actor(server, 1) as late:
+                assert (await late.lease("actor-1", V0, 4, wait_s=600)).leave
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_only_the_launcher_may_scale(serve: Serve) -> None:
+    _, server = watchful(serve)
+    with learner(server) as other, pytest.raises(WireError, match="Scale may come from launcher"):
+        other.scale(3)

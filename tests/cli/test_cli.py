@@ -17,7 +17,7 @@ import asyncrl.launch
 from asyncrl.__main__ import main
 from asyncrl.config.sources import shipped
 from asyncrl.errors import DeadlineError
-from asyncrl.preflight import machine
+from asyncrl.launch.placement import machine
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "vllm")
@@ -287,12 +287,40 @@ def test_dry_run_refuses_a_broken_tokenizer(model: Path, capfd: pytest.CaptureFi
     assert "tokenizer.json cannot be read" in capfd.readouterr().err
 
 
-def test_dry_run_refuses_a_sink_that_is_not_installed(
+def test_dry_run_refuses_what_needs_a_package_that_is_not_installed(
     model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert dry_run(model, "log.wandb=offline") == 2
-    assert "log.wandb=offline: wandb is not installed; pip install" in capfd.readouterr().err
+    assert dry_run(model) == 0
+    capfd.readouterr()
+    assert dry_run(model, "log.wandb=offline", "learner.lora.rank=8") == 2
+    assert capfd.readouterr().err.splitlines() == [
+        "error: log.wandb=offline: wandb is not installed; pip install 'asyncrl[wandb]'",
+        "error: learner.lora.rank=8: peft is not installed; pip install 'asyncrl[lora]'",
+    ]
+
+
+def test_dry_run_loads_the_shaping_function_elsewhere(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "shape.py").write_text(
+        "import os\nopen(f'imported-{os.getpid()}', 'w').close()\nprint('noise')\n"
+        "def shorter(header, reward):\n    return reward - 0.001 * header.response_tokens\n"
+        "def one(header):\n    return 1.0\n"
+    )
+    assert dry_run(model, "learner.shaping.function=shape:shorter") == 0
+    assert "noise" not in capfd.readouterr().out
+    (imported,) = tmp_path.glob("imported-*")
+    assert imported.name != f"imported-{os.getpid()}"
+    key = "learner.shaping.function"
+    for spec, why in (
+        ("shape:one", "cannot be called with (SampleHeader, reward): too many positional"),
+        ("nowhere:f", "no module 'nowhere' (looked in "),
+    ):
+        assert dry_run(model, f"{key}={spec}") == 2
+        *said, line = capfd.readouterr().err.splitlines()
+        assert line.startswith(f"error: {key}={spec}: {why}")
+        assert said in ([], ["noise"])  # the module's own words
 
 
 def test_dry_run_refuses_a_model_folder_with_parts_missing(
@@ -351,10 +379,10 @@ def test_a_correction_goes_on_top_of_a_run(
     monkeypatch.setattr(asyncrl.launch, "launch", lambda config, **rest: seen.update(rest) or 0)
     assert main(["launch", "-c", "tiny", "-c", "correction/icepop", f"model.name={model}"]) == 0
     assert seen["preset"] == "tiny"
-    assert seen["sources"]["learner.correction.action"] == "correction/icepop.yaml:6"
+    assert seen["sources"]["learner.correction.action"] == "correction/icepop.yaml:5"
     assert main(["config", "show", "-c", "correction/icepop", "--run-name", "r"]) == 0
     out = capfd.readouterr().out
-    assert out.count("# correction/icepop.yaml:") == 5
+    assert out.count("# correction/icepop.yaml:") == 4
     assert "quickstart" not in out
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +80,23 @@ def _without_model(run: Path) -> None:
     (run / "checkpoints" / "final").rename(run / "elsewhere")
 
 
+def _not_saved(run: Path) -> None:
+    _without_model(run)
+    (run / "summary.json").write_text('{"ended": "finished", "reason": "", "steps": 3}')
+    (run / "config.yaml").write_text("learner:\n  save_final: false  # override\n")
+
+
+def _not_trained(run: Path) -> None:
+    _without_model(run)
+    (run / "summary.json").write_text('{"ended": "failed", "reason": "buffer-0: no", "steps": 0}')
+
+
+def _died(run: Path) -> None:
+    _without_model(run)
+    (run / "summary.json").write_text('{"ended": "killed", "reason": "", "steps": 2}')
+    (run / "config.yaml").write_text("learner:\n  save_final: true\n")
+
+
 def _half(run: Path) -> None:
     (run / "checkpoints" / "final" / "model.safetensors").write_bytes(b"half")
 
@@ -94,12 +115,26 @@ def _taken_by_a_file(run: Path) -> None:
     [
         (_unfinished, "tiny-1", "run runs/tiny-1 has not finished"),
         (_without_model, "tiny-1", "run runs/tiny-1 has no final model"),
+        (
+            _not_saved, "tiny-1",
+            "run runs/tiny-1 keeps no final model, it has learner.save_final=false: launch again "
+            "with learner.save_final=true",
+        ),
+        (
+            _not_trained, "tiny-1",
+            "run runs/tiny-1 has no final model, no step was trained (buffer-0: no)",
+        ),
+        (
+            _died, "tiny-1",
+            "run runs/tiny-1 has no final model, it ended before that was written (killed)",
+        ),
         (_half, "tiny-1", "cannot load a causal language model from runs/tiny-1/checkpoints/final"),
         (_taken, "tiny-1", "out exists and is not an empty folder"),
         (_taken_by_a_file, "tiny-1", "out exists and is not an empty folder"),
         (lambda run: None, "tiny-2", "no run tiny-2: neither a run's folder nor a name in runs"),
+        (lambda run: None, "r" * 300, f"no run {'r' * 300}: File name too long"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_exported_is_one_line_and_code_2(
     run: Path, change, source: str, expected: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +146,80 @@ def test_what_cannot_be_exported_is_one_line_and_code_2(
     assert err.startswith(f"error: {expected}")
     assert len(err.splitlines()) == 1
     assert sorted(p for p in Path().rglob("*")) == before
+
+
+TOO_LONG = "o" * 500
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [
+        ("notes.txt/model", "notes.txt/model cannot be written (File exists): name a folder"),
+        ("notes.txt/a/model", "notes.txt/a/model cannot be written (Not a directory): name a"),
+        ("/proc/model", "/proc/model cannot be written (No such file or directory): name a folder"),
+        (TOO_LONG, f"{TOO_LONG} cannot be written (File name too long): name a folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named_with_the_reason(
+    run: Path, tmp_path: Path, out: str, expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["export", "tiny-1", out]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(f"error: {expected}")
+    assert len(err.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_lies_beside_is_left_alone(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that a killed run left, exported to the name that it was meant to have."""
+    source = Path("m.partial")
+    (run / "checkpoints" / "final").rename(source)
+    (source / "notes.txt").write_text("mine")
+    before = {p.name: p.read_bytes() for p in source.iterdir()}
+    assert main(["export", str(source), "m"]) == 0
+    assert {p.name: p.read_bytes() for p in source.iterdir()} == before
+    assert {"config.json", "tokenizer_config.json"} <= {p.name for p in Path("m").iterdir()}
+    assert not [p for p in Path().iterdir() if p.name.startswith(".export-")]
+    capfd.readouterr()
+    assert main(["export", str(source), str(source / "copy")]) == 2
+    assert "lies within" in capfd.readouterr().err
+
+
+def test_a_link_to_an_empty_folder_may_be_written_through(run: Path) -> None:
+    Path("big-disk").mkdir()
+    Path("out").symlink_to("big-disk")
+    assert main(["export", "tiny-1", "out"]) == 0
+    assert (Path("big-disk") / "config.json").exists()
+
+
+def test_a_full_disk_wants_room(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.partial/model.safetensors")
+
+    monkeypatch.setattr("asyncrl.learner.policy.export.write_hf", fail)
+    assert main(["export", "tiny-1", "out"]) == 2
+    expected = "error: out cannot be written (No space left on device): make room\n"
+    assert capfd.readouterr().err == expected
+
+
+def test_a_write_that_fails_half_way_is_told(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, old[1]))
+    try:
+        assert main(["export", "tiny-1", "out"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    err = capfd.readouterr().err
+    assert err.startswith("error: out cannot be written (")
+    assert "File too large" in err
+    assert len(err.splitlines()) == 1
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_an_unknown_type_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

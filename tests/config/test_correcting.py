@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import typing
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from asyncrl.config import fields
 from asyncrl.config.check import check
 from asyncrl.config.load import load
-from asyncrl.config.rules.context import RELATIVE, WITH_CRITIC
 from asyncrl.config.rules.correcting import BY_RHO, CLIP_R
+from asyncrl.config.rules.owned import OWNERS
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -36,7 +37,8 @@ def overrides(text: str) -> list[str]:
     return [f"{SHORT.get(key, key)}={value}" for key, _, value in pairs]
 
 
-GSPO = "policy=gspo aggregation=seq-mean-token-mean"
+GSPO = "policy=gspo aggregation=seq-mean-token-mean minibatches=2"
+GSPO_ONCE = "policy=gspo aggregation=seq-mean-token-mean"
 VTRACE = "estimator=vtrace level=off"
 MASK = "action=mask"
 
@@ -44,31 +46,34 @@ REFUSED = [
     # clips
     ("policy=aipo level=off clip_low=.1", "learner.loss.clip_low=0.1 (override) has no effect with learner.loss.policy=aipo (it clips no ratio): remove it or set learner.loss.policy=ppo"),
     ("policy=topr level=off clip_high=.1", "learner.loss.clip_high=0.1 (override) has no effect with learner.loss.policy=topr"),
-    ("policy=reinforce clip_high=.1 minibatches=2", "has no effect with learner.loss.policy=reinforce"),
+    ("policy=reinforce clip_high=.1", "has no effect with learner.loss.policy=reinforce"),
     ("clip_low=.1", "learner.loss.clip_low=0.1 (override) has no effect with learner.epochs=1 and learner.minibatches=1 (the ratio to the policy before the update is 1): remove it or set learner.minibatches=2"),
-    ("policy=cispo clip_high=3", "learner.loss.clip_high=3.0 (override) has no effect with learner.epochs=1"),
-    (f"{GSPO} clip_high=3e-4", "learner.loss.clip_high=0.0003 (override) has no effect with learner.epochs=1"),
+    ("policy=cispo clip_high=3", "learner.loss.policy=cispo (override) is a plain policy gradient with learner.epochs=1 and learner.minibatches=1 (the ratio to the policy before the update is 1): set learner.minibatches=2 or more, or learner.correction.prox=interpolate or behaviour"),
+    (GSPO_ONCE, "learner.loss.policy=gspo (override) is a plain policy gradient with learner.epochs=1"),
+    ("policy=reinforce epochs=2", "learner.loss.policy=reinforce (override) has no ratio to correct for the earlier updates of a batch, and learner.epochs=2 and learner.minibatches=1 make 2: set both to 1, or learner.loss.policy=ppo or cispo"),
+    ("policy=reinforce prox=interpolate minibatches=4", "learner.epochs=1 and learner.minibatches=4 make 4"),
+    (f"{VTRACE} policy=reinforce minibatches=2", "has no ratio to correct for the earlier updates"),
     ("learner.loss.dual_clip=3", "learner.loss.dual_clip=3.0 (override) has no effect with learner.epochs=1"),
     ("policy=cispo learner.loss.dual_clip=3 minibatches=2", "learner.loss.dual_clip=3.0 (override) has no effect with learner.loss.policy=cispo: remove it or set learner.loss.policy=ppo"),
     ("policy=dppo-tv level=off learner.loss.dual_clip=3", "learner.loss.dual_clip=3.0 (override) has no effect"),
     ("learner.loss.cap=3", "learner.loss.cap=3.0 (override) has no effect with learner.loss.policy=ppo: remove it or set learner.loss.policy=aipo"),
     ("minibatches=2 clip_low=1", "learner.loss.clip_low=1.0 (override) bounds nothing: a ratio is never below 0: set it below 1"),
     ("policy=cispo minibatches=2 clip_low=1.1", "learner.loss.clip_low=1.1 (override) puts the lower bound 1 - e below 0: set it to 1"),
-    (f"{GSPO} minibatches=2 clip_low=1.1", "learner.loss.clip_low=1.1 (override) puts the lower bound"),
+    (f"{GSPO} clip_low=1.1", "learner.loss.clip_low=1.1 (override) puts the lower bound"),
     ("policy=dppo-tv level=off clip_low=1", "learner.loss.clip_low=1.0 (override) masks nothing: a total variation is never over 1"),
     ("policy=dppo-tv level=off clip_high=1.5", "learner.loss.clip_high=1.5 (override) masks nothing"),
     # sums
     ("learner.loss.norm_tokens=99", "learner.loss.norm_tokens=99 (override) has no effect with learner.loss.aggregation=token-mean: remove it or set learner.loss.aggregation=seq-mean-token-sum-norm"),
     ("learner.loss.entropy=1", "learner.loss.entropy=1.0 (override) makes randomness worth more than reward: lower it"),
-    ("policy=gspo", "learner.loss.policy=gspo (override) has one term per sequence, and learner.loss.aggregation=token-mean would weigh it by its length: set learner.loss.aggregation=seq-mean-token-mean, or add --config correction/gspo"),
-    ("policy=gspo aggregation=prompt-mean", "learner.loss.aggregation=prompt-mean would weigh it by its length"),
-    ("policy=gspo aggregation=seq-mean-token-sum-norm", "learner.loss.aggregation=seq-mean-token-sum-norm would weigh it by its length"),
+    ("policy=gspo minibatches=2", "learner.loss.policy=gspo (override) has one term per sequence, and learner.loss.aggregation=token-mean would weigh it by its length: set learner.loss.aggregation=seq-mean-token-mean, or add --config correction/gspo"),
+    ("policy=gspo aggregation=prompt-mean", "learner.loss.aggregation=prompt-mean (override) would weigh it by its length"),
+    ("policy=gspo aggregation=seq-mean-token-sum-norm", "learner.loss.aggregation=seq-mean-token-sum-norm (override) would weigh it by its length"),
     (f"{GSPO} estimator=gae", "learner.loss.policy=gspo (override) needs one advantage per sequence, and learner.advantage.estimator=gae (override) gives one per token"),
     (f"{GSPO} estimator=reinforce++", "needs one advantage per sequence"),
     (f"{GSPO} {VTRACE}", "needs one advantage per sequence"),
     # mu once
     ("policy=aipo", "learner.loss.policy=aipo (override) weighs by pi_theta/mu itself, so that learner.correction.level=token would count mu twice: set learner.correction.level=off, or add --config correction/aipo"),
-    ("policy=topr level=sequence-product", "learner.correction.level=sequence-product would count mu twice"),
+    ("policy=topr level=sequence-product", "learner.correction.level=sequence-product (override) would count mu twice"),
     ("policy=dppo-kl", "or add --config correction/dppo"),
     ("policy=dppo-tv", "or add --config correction/dppo"),
     ("policy=aipo level=off prox=behaviour", "learner.correction.prox=behaviour (override) has no effect with learner.loss.policy=aipo (no pi_prox in the loss): remove it or set learner.loss.policy=ppo"),
@@ -87,7 +92,7 @@ REFUSED = [
     (f"{VTRACE} prox=interpolate", "learner.advantage.estimator=vtrace (override) needs a forward pass"),
     ("prox=interpolate estimator=reinforce++ kl=.1 learner.kl.apply=reward", "learner.kl.apply=reward (override) needs a forward pass"),
     # the weight
-    ("prox=behaviour level=token", "learner.correction.level=token (override) has no effect with learner.correction.prox=behaviour (w is 1): remove it or set learner.correction.prox=recompute"),
+    ("prox=behaviour level=token", "learner.correction.level=token (override) weighs nothing, since w is 1 with learner.correction.prox=behaviour (override): set learner.correction.level=off, or learner.correction.prox=recompute"),
     ("prox=behaviour action=mask", "learner.correction.action=mask (override) has no effect with learner.correction.prox=behaviour"),
     ("prox=behaviour level=off high=3", "learner.correction.high=3.0 (override) has no effect with learner.correction.prox=behaviour"),
     ("level=off action=none", "learner.correction.action=none (override) has no effect with learner.correction.level=off: remove it or set learner.correction.level=token"),
@@ -148,6 +153,8 @@ REFUSED = [
     ("learner.shaping.function=mine", "learner.shaping.function=mine (override): expected module:function, called with (SampleHeader, reward)"),
     ("learner.shaping.function=my-module:f", "expected module:function"),
     ("learner.shaping.function=", "expected module:function"),
+    ("learner.shaping.function=a:b buffer.filter_zero_variance=true", "buffer.filter_zero_variance=true (override) looks at rewards before shaping, and would leave out prompts that carry an advantage with learner.shaping.function=a:b (override): set it to false"),
+    ("learner.shaping.overlong_tokens=9 learner.shaping.length_normalise=true buffer.filter_zero_variance=true", "with learner.shaping.overlong_tokens=9 (override) and learner.shaping.length_normalise=true (override): set it to false"),
     # parts of a batch
     ("minibatches=3", "learner.minibatches=3 (override) does not divide the 8 groups of a batch (learner.batch_size / rollout.group_size): set it to 2 or 4"),
     ("minibatches=9", "set it to 8"),
@@ -180,7 +187,11 @@ ALLOWED = [
     "policy=dppo-tv level=off clip_low=.99 clip_high=.1",
     "policy=dppo-kl level=off clip_low=3",
     "policy=aipo level=off m2po=.04 opsm=0 denominator=kept",
-    f"{GSPO} minibatches=4 clip_low=1 clip_high=4e-4",
+    f"{GSPO_ONCE} minibatches=4 clip_low=1 clip_high=4e-4",
+    f"{GSPO_ONCE} epochs=2",
+    f"{GSPO_ONCE} prox=interpolate",
+    "policy=cispo prox=behaviour level=off",
+    "minibatches=2 policy=aipo level=off",
     f"{GSPO} estimator=rloo level=sequence-product {MASK}",
     "aggregation=seq-mean-token-sum-norm learner.loss.norm_tokens=99",
     "aggregation=prompt-mean",
@@ -258,13 +269,16 @@ def test_one_choice_among_defaults_meets_one_refusal_at_most(key: str, value: st
         load(None, [f"{key}={value}"])
     except ConfigError as e:
         lines = str(e).splitlines()
-        assert len(lines) == 1
-        assert lines[0].startswith(f"{key}={value} (override) ")
+        assert len(lines) == (2 if value == "gspo" else 1)  # its sum, and its one update
+        assert all(line.startswith(f"{key}={value} (override) ") for line in lines)
 
 
 @pytest.mark.parametrize("value", [v for v in CHOICES["learner.loss.policy"] if v != "ppo"])
 def test_what_the_refusal_of_a_loss_says_is_enough(value: str) -> None:
-    fixes = {"gspo": ["aggregation=seq-mean-token-mean"], "cispo": [], "reinforce": []}
+    fixes = {
+        "gspo": ["aggregation=seq-mean-token-mean", "minibatches=2"], "cispo": ["minibatches=2"],
+        "reinforce": [],
+    }  # fmt: skip
     more = fixes.get(value, ["level=off"])
     load(None, overrides(" ".join([f"policy={value}", *more])))
 
@@ -298,12 +312,55 @@ def test_the_behaviour_policy_counts_at_most_once(choice: dict[str, str], steps:
     assert times <= 1
     assert prox == "recompute" or policy in CLIP_R or (policy == "reinforce" and level != "off")
     assert level != "off" or choice["learner.correction.action"] == "truncate"  # the default
-    assert policy != "gspo" or estimator in RELATIVE
-    assert prox != "interpolate" or estimator not in WITH_CRITIC
+    assert policy != "gspo" or estimator in ("grpo", "dr_grpo", "rloo")
+    assert prox != "interpolate" or estimator not in ("gae", "vtrace")
+    assert policy != "reinforce" or steps == 1
+    assert policy not in ("gspo", "cispo") or prox != "recompute" or steps == 2
 
 
 def test_combinations_that_papers_use_are_accepted() -> None:
     """So that the property above is not one of an empty set."""
     for policy, level in product(("ppo", "cispo", "reinforce"), ("token", "sequence-geometric")):
         for action, prox in product(("truncate", "mask", "none"), ("recompute", "interpolate")):
-            load(None, overrides(f"policy={policy} level={level} action={action} prox={prox}"))
+            choices = f"policy={policy} level={level} action={action} prox={prox}"
+            load(None, overrides(f"{choices} minibatches={1 if policy == 'reinforce' else 2}"))
+
+
+def write(folder: Path, **lines: str) -> str:
+    path = folder / "mine.yaml"
+    inside = "".join(f"    {key}: {value}\n" for key, value in lines.items())
+    path.write_text(f"learner:\n  correction:\n{inside}")
+    return str(path)
+
+
+def test_a_preset_that_was_given_is_not_advised_again(tmp_path: Path) -> None:
+    mine = write(tmp_path, level="sequence-geometric")
+    for stack in (["correction/aipo", "correction/icepop"], ["correction/vtrace", mine]):
+        with pytest.raises(ConfigError) as e:
+            load(stack)
+        over = "correction/icepop.yaml" if "aipo" in stack[0] else mine
+        assert f" ({over}:" in str(e.value)
+        assert str(e.value).endswith(
+            f"put --config {stack[0]} last, or remove {over}'s learner.correction.level"
+        )
+        load([stack[1], stack[0]])
+    with pytest.raises(ConfigError, match="remove the override, since --config correction/gspo"):
+        load("correction/gspo", ["learner.loss.aggregation=token-mean"])
+
+
+def test_a_weight_of_one_file_and_none_of_another_is_refused(tmp_path: Path) -> None:
+    """An override says what it wants, and so does a file with both; of two files, either is right."""
+    mine = write(tmp_path, level="token")
+    for over in ("correction/icepop", mine):
+        with pytest.raises(ConfigError, match=r"level=token \(.*weighs nothing, since w is 1 with"):
+            load(["correction/naive-ppo", over])
+    load(["correction/icepop", "correction/naive-ppo"])
+    load("correction/icepop", ["learner.correction.prox=behaviour"])
+    load(write(tmp_path, level="token", prox="behaviour"))
+
+
+@pytest.mark.parametrize(("key", "choice"), [(k, owner) for k, (owner, _) in OWNERS.items()])
+def test_a_setting_belongs_to_some_values_of_a_choice_that_there_is(key: str, choice: str) -> None:
+    values = OWNERS[key][1]
+    of_choice = typing.get_args(fields.leaves()[choice])
+    assert set(values) < set(of_choice)

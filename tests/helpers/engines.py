@@ -20,6 +20,7 @@ from asyncrl.actors.announce import Announcer
 from asyncrl.actors.vllm_engine import VllmEngine
 from asyncrl.actors.weights import EngineWeights, WeightService
 from asyncrl.config.schema import Config, EngineConfig, RolloutConfig
+from asyncrl.learner.layout import Layout
 from asyncrl.learner.publication.members import Members
 from asyncrl.learner.publication.publish import BroadcastPublisher
 from asyncrl.protocols import Generation, GenerationRequest
@@ -220,7 +221,8 @@ class HostedPublisher(BroadcastPublisher):
         for host in hosts:
             self.add(host)
         assert self.members.wait_for(len(hosts), 30)
-        super().__init__(self.members, **settings)
+        layout = Layout.whole(settings.pop("metadata"))
+        super().__init__(self.members, layout=layout, **settings)
 
     def add(self, host: EngineHost) -> None:
         host.announce(self.members.endpoint, f"actor-{len(self.hosts)}")
@@ -240,7 +242,6 @@ def publisher(
 ) -> HostedPublisher:
     """A gloo publisher of the named parameters of `weights()`."""
     settings: dict[str, Any] = {
-        "rank": 0,
         "source": lambda: weights().named_parameters(),
         "metadata": metadata(weights()),
         "backend": "gloo",

@@ -23,6 +23,7 @@ class FakeEngine:
         self.length, self.context = length, context
         self.version = Version(0, 0)
         self.failed: str | None = None
+        self.held_up = False
         self.in_use: set[str] = set()
         self.gate = asyncio.Event()
         self.gate.set()

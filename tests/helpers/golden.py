@@ -143,6 +143,21 @@ GOLDEN: list[tuple[wire.Message, bytes]] = [
         b"\x85\xa4type\xa4gone\xa6schema\x03\xa3req\x0c\xa5actor\xa7actor-0\xa6reason\xa6exit 1",
     ),
     (
+        wire.Scale(req=14, run_id="r1", actors=3, leaving=("actor-3",)),
+        b"\x86\xa4type\xa5scale\xa6schema\x03\xa3req\x0e"
+        b"\xa6run_id\xa2r1"
+        b"\xa6actors\x03"
+        b"\xa7leaving\x91\xa7actor-3",
+    ),
+    (
+        wire.Scaled(req=14, before=4, actors=3, starting=(), leaving=("actor-3",)),
+        b"\x87\xa4type\xa6scaled\xa6schema\x03\xa3req\x0e"
+        b"\xa6before\x04"
+        b"\xa6actors\x03"
+        b"\xa8starting\x90"
+        b"\xa7leaving\x91\xa7actor-3",
+    ),
+    (
         wire.StatsRequest(req=13),
         b"\x83\xa4type\xadstats_request\xa6schema\x03\xa3req\r",
     ),
@@ -173,8 +188,10 @@ GOLDEN: list[tuple[wire.Message, bytes]] = [
             final=None,
             evaluate=False,
             held_back=True,
+            leave=True,
+            actors=3,
         ),
-        b"\x88\xa4type\xa6leases\xa6schema\x03\xa3req\x02"
+        b"\x8a\xa4type\xa6leases\xa6schema\x03\xa3req\x02"
         b"\xa6leases\x91\x86\xa5lease\xcd\x03,\xa5group\x93\xa4sums\x00\x0c\xa7samples\x92\x02\x03"
         b"\xa7version\x92\x00\x03\xaadeadline_s\xcb@N\x00\x00\x00\x00\x00\x00"
         b"\xa6prompt\x84\xa8messages\xc0\xa4text\xa72 + 3 =\xa6answer\xa15"
@@ -182,7 +199,9 @@ GOLDEN: list[tuple[wire.Message, bytes]] = [
         b"\xa5state\xa7running"
         b"\xa5final\xc0"
         b"\xa8evaluate\xc2"
-        b"\xa9held_back\xc3",
+        b"\xa9held_back\xc3"
+        b"\xa5leave\xc3"
+        b"\xa6actors\x03",
     ),
     (
         wire.Ack(req=7, status="accepted"),

@@ -237,3 +237,141 @@ def test_training_waits_a_little_for_actors_that_are_still_set_up(clock):
     up(fleet, 0)
     clock.now += GATHER_S + 1
     assert fleet.gathered, "nor one that is late"
+
+
+# --- scaling ------------------------------------------------------------------------------
+
+
+def states(fleet):
+    return [s.state for s in fleet.slots]
+
+
+def test_one_that_joins_gets_the_next_name_and_no_first_evaluation(clock):
+    fleet, events, gone = make()
+    up(fleet, 0)
+    joining, leaving = fleet.scale(5)
+    assert [s.name for s in joining] == ["actor-3", "actor-4"]
+    assert leaving == []
+    assert states(fleet) == ["running", *["starting"] * 4]
+    up(fleet, 4, version=7)
+    assert fleet.slots[4].host.calls[-1] == ("run", ("buffer", "learner", Version(0, 7), False))
+    assert (events, gone) == ([], [])
+
+
+def test_those_with_the_highest_numbers_leave_and_are_no_deaths(clock):
+    fleet, events, gone = make("cluster.max_restarts=0")
+    for rank in range(3):
+        up(fleet, rank)
+    joining, leaving = fleet.scale(1)
+    assert (joining, [s.name for s in leaving]) == ([], ["actor-1", "actor-2"])
+    assert states(fleet) == ["running", "leaving", "leaving"]
+    assert [s.shown for s in fleet.slots] == ["alive", "leaving", "leaving"]
+    hosts = [s.host for s in fleet.slots]
+    fleet.ended(fleet.slots[1], good)
+    fleet.ended(fleet.slots[2], fails(DIED))
+    assert states(fleet) == ["running", "left", "left"]
+    assert [h.alive for h in hosts] == [True, False, False]
+    assert gone == ["actor-1", "actor-2"], "its leases are free at once"
+    assert events == [
+        ("actor_left", {"actor": "actor-1"}),
+        ("actor_left", {"actor": "actor-2", "reason": "actor-1 died: killed"}),
+    ]
+    clock.now += 1000
+    fleet.tick(lambda slot: slot.rank > 0)
+    assert states(fleet) == ["running", "left", "left"]
+    assert list(fleet.refs().values()) == [fleet.slots[0]]
+    assert not fleet.over
+    fleet.ended(fleet.slots[0], good)
+    assert fleet.over
+
+
+def test_who_does_not_leave_in_time_is_ended(clock):
+    fleet, events, gone = make("rollout.lease_timeout_s=9")
+    for rank in range(3):
+        up(fleet, rank)
+    fleet.scale(2)
+    host = fleet.slots[2].host
+    clock.now += 8
+    fleet.tick(lambda slot: slot.rank == 2)
+    assert host.alive
+    clock.now += 2
+    fleet.tick(lambda slot: False)
+    assert not host.alive
+    assert gone == ["actor-2"]
+    reason = "not done within rollout.lease_timeout_s=9"
+    assert events == [("actor_left", {"actor": "actor-2", "reason": reason})]
+
+
+def test_who_did_not_run_yet_leaves_at_once(clock):
+    fleet, _, _ = make()
+    up(fleet, 0)
+    fleet.ended(fleet.slots[1], fails(DIED))
+    host = fleet.slots[2].host
+    fleet.scale(1)
+    assert states(fleet) == ["running", "left", "left"]
+    assert not host.alive
+    clock.now += 1000
+    fleet.tick(lambda slot: False)
+    assert states(fleet) == ["running", "left", "left"], "no restart either"
+
+
+def test_who_is_wanted_again_starts_once_it_has_left(clock):
+    fleet, _, _ = make()
+    for rank in range(3):
+        up(fleet, rank)
+    fleet.scale(1)
+    fleet.ended(fleet.slots[1], good)
+    old = fleet.slots[2].host
+    joining, _ = fleet.scale(3)
+    assert [s.name for s in joining] == ["actor-1", "actor-2"]
+    assert states(fleet) == ["running", "starting", "leaving"]
+    fleet.ended(fleet.slots[2], good)
+    assert states(fleet) == ["running", "starting", "left"]
+    fleet.tick(lambda slot: False)
+    assert states(fleet) == ["running", "starting", "starting"]
+    assert fleet.slots[2].host is not old
+
+
+def test_who_was_given_up_is_tried_again(clock):
+    fleet, _, _ = make("cluster.max_restarts=0")
+    up(fleet, 0)
+    up(fleet, 1)
+    fleet.ended(fleet.slots[1], fails(DIED))
+    assert fleet.slots[1].state == "gone"
+    joining, _ = fleet.scale(3)
+    assert [s.name for s in joining] == ["actor-1"]
+    assert states(fleet) == ["running", "starting", "starting"]
+    up(fleet, 1)
+    fleet.scale(4)
+    up(fleet, 3)
+    fleet.ended(fleet.slots[3], fails(DIED))
+    assert fleet.slots[3].state == "gone", "max_restarts holds for who joined, too"
+
+
+def test_random_scaling_never_calls_a_dead_host_and_ends_where_it_is_asked_to(clock):
+    generator = random.Random(1)
+    fleet, _, _ = make("cluster.max_restarts=1000000")
+    up(fleet, 0)
+    for _ in range(2000):
+        slot, what = generator.choice(fleet.slots), generator.random()
+        if what < 0.2:
+            fleet.scale(generator.randrange(1, 6))
+        elif slot.ref is not None and what < 0.6:
+            running = slot.state == "running"
+            fleet.ended(slot, fails(DIED) if running or generator.random() < 0.3 else good)
+        elif what < 0.8:
+            clock.now += generator.random() * 60
+            fleet.tick(lambda slot: False)
+        else:
+            fleet.run_ready("b", "l", Version(0, 1))
+        for s in fleet.slots:
+            assert (s.ref is not None) == (s.state in ("starting", "running", "leaving"))
+            assert s.host is None or s.host.alive
+    wanted = fleet.wanted
+    while any(s.state != ("running" if s.rank < wanted else "left") for s in fleet.slots):
+        for s in fleet.slots:
+            if s.state in ("starting", "leaving"):
+                fleet.ended(s, good)
+        fleet.run_ready("b", "l", Version(0, 1))
+        clock.now += 30
+        fleet.tick(lambda slot: False)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.cluster import with_actors
 from asyncrl.launch.placement import place, rows
 from asyncrl.launch.placement.assign import assign
 from asyncrl.launch.placement.nodes import Node, gpu_ids_here, launcher_address, nodes_of
@@ -376,3 +377,56 @@ def test_placement_loads_nothing_heavy() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+# --- more actors, while the others run ---------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["packed", "spread"])
+def test_who_runs_keeps_its_seat_when_more_come(how: str) -> None:
+    nodes = [gpu_node("a", 3), gpu_node("bb", 4)]
+    few = (ADDRESS, "cluster.device=cuda", f"cluster.placement={how}", "cluster.learners=2")
+    had = seats(nodes, *few, "cluster.actors=2")
+    more = config(*few, "cluster.actors=5")
+    got = assign(more, place(more), nodes, had)
+    assert (got.actors[:2], got.learners) == (had.actors, had.learners)
+    assert Counter(where(got)[0] + where(got)[1]) == {"a": 3, "bb": 4}
+    many = config(*few, "cluster.actors=6")
+    with pytest.raises(ConfigError, match="6 actors . 2 learners need 8 GPUs, 7 of the cluster"):
+        assign(many, place(many), nodes, had)
+
+
+def test_a_seat_on_a_node_that_is_gone_is_given_anew() -> None:
+    few = (ADDRESS, "cluster.device=cuda", "cluster.placement=spread", "cluster.learners=1")
+    had = seats([gpu_node("a", 2), gpu_node("bb", 2)], *few, "cluster.actors=2")
+    assert sorted(map(str, where(had)[0])) == ["a", "bb"]
+    c = config(*few, "cluster.actors=3")
+    got = assign(
+        c, place(c), [gpu_node("a", 2), gpu_node("bb", 2, alive=False), gpu_node("ccc", 2)], had
+    )
+    kept = where(had)[0].index("a")
+    assert got.actors[kept] == had.actors[kept]
+    assert "bb" not in where(got)[0]
+
+
+def test_places_for_those_who_join_must_be_named() -> None:
+    places = ("cluster.placement=explicit", "cluster.learner_places=[local:0]")
+    two = config(*places, "cluster.actors=2", "cluster.actor_places=[local:1,local:2]")
+    had = assign(two, place(two), ())
+    three = with_actors(two, 3)
+    with pytest.raises(
+        ConfigError, match=r"cluster.actor_places has 2 entries and cluster.actors=3"
+    ):
+        assign(three, place(two), (), had)
+    one = with_actors(two, 1)
+    assert one.cluster.actor_places == ("local:1",)
+    assert with_actors(
+        config(*places, "cluster.actor_places=[local:1]"), 3
+    ).cluster.actor_places == ("local:1",)
+
+
+def test_one_machine_has_no_room_for_more_actors_than_gpus() -> None:
+    c = config("cluster.actors=6", "cluster.learners=2")
+    had = assign(c, place(c), ())
+    with pytest.raises(ConfigError, match="7 actors . 2 learners need 9 GPUs, this machine has 8"):
+        assign(with_actors(c, 7), place(c), (), had)

@@ -20,7 +20,6 @@ from asyncrl.learner.maths.corrections import (
     behaviour_weight,
     check_present,
     effective_sample_share,
-    ess_collapse,
     exp_clamped,
     k3,
     log_weight,
@@ -277,26 +276,6 @@ def test_k3() -> None:
     expected = sum(math.exp(x) - 1 - x for x in log_w) / 4
     assert k3(np.array(log_w)) == pytest.approx(expected, rel=1e-12)
     assert k3(np.zeros(3)) == 0
-
-
-def test_the_advice_on_a_collapse_names_the_cause() -> None:
-    stale = {"is/ess_frac": 0.12, "kl/mismatch_k3": 0.001, "kl/drift_k3": 0.4}
-    advice = ess_collapse(stale)
-    assert advice is not None
-    assert "\n" not in advice
-    for words in ("is/ess_frac is 0.12", "12% of its tokens", "buffer.max_staleness", "0.4"):
-        assert words in advice
-    assert "learner.correction.level" in advice
-    assert "engine precision" not in advice
-    imprecise = ess_collapse(stale | {"kl/mismatch_k3": 0.5})
-    assert imprecise is not None
-    assert "engine.dtype" in imprecise
-    assert "buffer.max_staleness" not in imprecise
-    fresh = ess_collapse({"is/ess_frac": 0.29, "kl/mismatch_k3": 0.5})  # no stale token
-    assert fresh is not None
-    assert "engine.dtype" in fresh
-    for healthy in ({"is/ess_frac": 0.3}, {"is/ess_frac": math.nan}, {}):
-        assert ess_collapse(healthy) is None
 
 
 def test_missing_behaviour_logprobs_are_refused_above_one_half() -> None:

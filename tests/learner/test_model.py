@@ -146,7 +146,8 @@ def test_only_the_policy_is_published(model: Path, trunk: Any) -> None:
     names = [n for n, _ in plain.named_parameters()]
     policy.score(one_pack(make_batch(2, groups=1, group_size=2))[1])  # leaves gathered copies
     assert [n for n, _ in policy.full_parameters(torch.float32)] == names
-    assert policy.parameter_shapes() == {n: tuple(p.shape) for n, p in plain.named_parameters()}
+    shapes = [(n, tuple(p.shape)) for n, p in plain.named_parameters()]
+    assert [(p.name, p.shape) for p in policy.layout("float32").params] == shapes
     state = plain.state_dict()
     for name, value in policy.full_parameters(torch.float32):
         assert torch.equal(value, state[name]), name

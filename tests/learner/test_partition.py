@@ -105,7 +105,7 @@ def tolerance(variant: str) -> float:
     return 2e-3 if L + "epochs=2" in words or L + "minibatches=2" in words else 1e-5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     variant=st.sampled_from(sorted(VARIANTS)),
     max_tokens=st.integers(32, 150),
@@ -127,15 +127,23 @@ def test_any_split_gives_the_same_gradient(
     assert undocumented(got.metrics) == []
 
 
+OF_ONE_TOKEN = {
+    "cispo", "topr", "dppo-tv", "dppo-kl", "reinforce", "untouched weight", "rloo", "kl k2",
+    "kl k3-unbiased", "entropy", "shaped", "opsm", "naive ppo", "aipo", "product",
+}  # fmt: skip
+"""Nothing in them looks beyond a token or a sequence but the denominators, which others show."""
+TWO_RANKS = [v for v in VARIANTS if v not in OF_ONE_TOKEN]
+
+
 @pytest.fixture(scope="module")
 def of_two_ranks(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Captured]]:
-    """Every variant on two processes over gloo, the batch dealt unevenly."""
+    """Those variants on two processes over gloo, the batch dealt unevenly."""
     folder = tmp_path_factory.mktemp("ranks")
     configs = folder / "configs.json"
     small = "learner.max_tokens_per_microbatch=60"
-    listed = [configured(*VARIANTS[v], small, "rollout.max_prompt_tokens=18") for v in VARIANTS]
+    listed = [configured(*VARIANTS[v], small, "rollout.max_prompt_tokens=18") for v in TWO_RANKS]
     configs.write_text(json.dumps([c.model_dump(mode="json") for c in listed]))
     processes = [
         subprocess.Popen(
@@ -155,7 +163,7 @@ def of_two_ranks(
             p.kill()
             p.wait()
     return {
-        v: [_read(folder / f"out.{k}.{rank}") for rank in range(2)] for k, v in enumerate(VARIANTS)
+        v: [_read(folder / f"out.{k}.{rank}") for rank in range(2)] for k, v in enumerate(TWO_RANKS)
     }
 
 
@@ -165,7 +173,7 @@ def _read(path: Path) -> Captured:
         return Captured(dict(arrays), json.loads(Path(f"{path}.json").read_text()), result)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_RANKS)
 def test_two_ranks_equal_one(
     model: Path, of_two_ranks: dict[str, list[Captured]], variant: str
 ) -> None:

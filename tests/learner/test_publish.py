@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.learner.layout import Layout
 from asyncrl.learner.publication import publish
 from asyncrl.learner.publication.members import Member
 from asyncrl.learner.publication.publish import BroadcastPublisher
@@ -86,9 +87,9 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[BroadcastPublisher]:
     monkeypatch.setattr(FleetClient, "_call", agree)
     members: Any = FakeMembers()
     made = BroadcastPublisher(
-        members, rank=0, source=lambda: [("w", torch.ones(3))],
-        metadata=[ParamSpec("w", "float32", (3,))], backend="gloo", device=torch.device("cpu"),
-        timeout_s=0.4,
+        members, source=lambda: [("w", torch.ones(3))],
+        layout=Layout.whole([ParamSpec("w", "float32", (3,))]), backend="gloo",
+        device=torch.device("cpu"), timeout_s=0.4,
     )  # fmt: skip
     yield made
     made.close()
@@ -175,13 +176,13 @@ def test_a_source_that_fails_leaves_nothing_to_send(publisher: BroadcastPublishe
 def test_timings_are_handed_out_once_for_each_publication(
     publisher: BroadcastPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert publisher.take_timings() == {"sync/retries": 0}
+    assert publisher.take_timings() == {"sync/retries": 0, "sync/checksum_fail": 0}
     monkeypatch.setattr(FakeSender, "broadcast", staticmethod(lambda: time.sleep(0.02)))
     publisher.publish(Version(0, 1))
     publisher.wait()
     timings = publisher.take_timings()
-    once = {"blocked_s", "total_s", "pause_s", "transfer_s", "bytes"}
-    always = {"sync/retries", "sync/version_lag"}
+    once = {"blocked_s", "total_s", "pause_s", "transfer_s", "bytes", "hash_s"}
+    always = {"sync/retries", "sync/checksum_fail", "sync/version_lag"}
     assert set(timings) == {f"sync/{name}" for name in once} | always
     assert timings["sync/bytes"] == 12
     assert 0.02 <= timings["sync/pause_s"] <= timings["sync/total_s"]
@@ -189,27 +190,3 @@ def test_timings_are_handed_out_once_for_each_publication(
     assert set(publisher.take_timings()) == always
     publisher.close()
     assert FakeSender.shut_down == 1
-
-
-def test_other_ranks_only_gather() -> None:
-    gathered: list[str] = []
-
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in ("v", "w"):
-            gathered.append(name)
-            yield name, torch.ones(3)
-
-    publisher = BroadcastPublisher(
-        None, rank=1, source=source, metadata=[], backend="gloo", device=torch.device("cpu"),
-        timeout_s=1.0,
-    )  # fmt: skip
-    publisher.publish(Version(0, 1))
-    assert gathered == ["v", "w"]
-    publisher.wait()
-    assert (publisher.finish(1.0), publisher.take_timings(), publisher.take_events()) == (
-        [],
-        {},
-        [],
-    )
-    assert publisher.waiting_for() == ""
-    publisher.close()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.learning import ShapingConfig
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.learner.maths.shaping import load_function, shaped_rewards
+from asyncrl.learner.maths.shaping import shaped_rewards
 from asyncrl.types import SampleHeader
 from tests.helpers.tiny_model import make_trajectory
 
@@ -43,6 +43,8 @@ class Holder:
         return 3 * reward
 
 constant = 3
+def alone(header): return 1.0
+def ends(header, reward): raise SystemExit("enough")
 """
 
 
@@ -61,7 +63,6 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setattr("sys.path", [*sys.path])
     yield tmp_path
     sys.modules.pop("shape_it", None)
-    load_function.cache_clear()
 
 
 def test_by_default_the_reward_is_the_tasks() -> None:
@@ -149,17 +150,19 @@ def test_what_is_no_finite_number_is_refused(write_module: Path, value: str, sho
 
 def test_a_function_that_fails_is_named(write_module: Path) -> None:
     (write_module / "shape_it.py").write_text(MODULE.format(bad=0))
-    with pytest.raises(DataError, match=r"shape_it:fails: for sample .* raised KeyError: 'answer'"):
-        shaped_rewards(_manifest((0, 1, 0.5)), ShapingConfig(function="shape_it:fails"), 9)
+    for name, error in (("fails", "KeyError: 'answer'"), ("ends", "SystemExit: enough")):
+        with pytest.raises(DataError, match=rf"shape_it:{name}: for sample .* raised {error}"):
+            shaped_rewards(_manifest((0, 1, 0.5)), ShapingConfig(function=f"shape_it:{name}"), 9)
 
 
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
         ("shape_it", "expected module:function"),
-        ("no_such_shape:f", "importing no_such_shape failed .* ModuleNotFoundError"),
+        ("no_such_shape:f", r"no module 'no_such_shape' \(looked in "),
         ("shape_it:none", "shape_it has no 'none'"),
-        ("shape_it:constant", "is a int, expected a function"),
+        ("shape_it:constant", r"is a int, expected a function \(SampleHeader, reward\) -> float"),
+        ("shape_it:alone", r"cannot be called with \(SampleHeader, reward\): too many positional"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_refused(

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.learning import OptimConfig
-from asyncrl.errors import AsyncRLError, ConfigError, StalenessError
+from asyncrl.errors import AsyncRLError, ConfigError, ModelError, StalenessError
 from asyncrl.learner.step import Trainer
 from asyncrl.types import Trajectory, Version
 from tests.helpers.metric_names import undocumented
-from tests.helpers.tiny_model import make_batch, make_part, save_tiny_model
+from tests.helpers.tiny_model import VOCAB, make_batch, make_part, save_tiny_model
 from tests.learner.trained import (
     assert_same_gradient,
     capture,
@@ -162,6 +162,23 @@ def test_mostly_missing_logprobs_are_refused(model: Path) -> None:
         t.behaviour_logprobs[:] = np.nan
     with pytest.raises(AsyncRLError, match="behaviour log-probabilities of the batch are not"):
         capture(learner_config(), model, batch)
+
+
+@pytest.mark.parametrize("field", ["prompt_ids", "response_ids"])
+@pytest.mark.parametrize("odd", [-1, VOCAB])
+def test_a_token_that_the_model_lacks_is_refused(model: Path, field: str, odd: int) -> None:
+    batch = make_batch(6, groups=2, group_size=2)
+    getattr(batch[1], field)[0] = odd
+    with pytest.raises(ModelError, match=rf"token id {odd}, but .* 0 to {VOCAB - 1}"):
+        capture(learner_config(), model, batch)
+
+
+def test_impossible_log_probabilities_count_as_missing(model: Path) -> None:
+    batch = make_batch(6, groups=2, group_size=4)
+    batch[0].behaviour_logprobs[0] = 0.5
+    batch[1].behaviour_logprobs[0] = 0.001  # the engine's rounding
+    missing = capture(learner_config(), model, batch).metrics["is/missing"]
+    assert missing == 1
 
 
 def test_a_sample_that_does_not_fit_is_refused(model: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,10 +122,14 @@ def test_the_page_has_every_metric_of_the_learner() -> None:
     batch = make_batch(1, 2, 2)
     worker._train(make_part(batch))
     names = set(fake.records[0])
-    of_headers, hist = manifest_metrics([t.header for t in batch], Version(0, 1), 1)
+    headers = [t.header for t in batch]
+    mixed = [replace(headers[0], kv_mixed=True), *headers[1:]]
+    of_headers, hist = manifest_metrics(mixed, Version(0, 1), 1)
+    assert of_headers["rollout/kv_mixed_frac"] == 1 / len(headers)
+    assert "rollout/kv_mixed_frac" not in manifest_metrics(headers, Version(0, 1), 1)[0]
     rows = [
-        [-1.0, -1.1, 2.0, 0, 1, 0, 0.9, 1, 0, -1.2, 0.5, 1.0],
-        [-2.0, -1.0, 2.0, 3, 0, 0, 2.0, 0, 1, -1.0, 0.1, 0.0],
+        [-1.0, -1.1, 2.0, 0, 1, 0, 0.9, 1, 0, -1.2, 0.5, 1.0, 2.0],
+        [-2.0, -1.0, 2.0, 3, 0, 0, 2.0, 0, 1, -1.0, 0.1, 0.0, -1.0],
     ]
     columns = np.array(rows, np.float32).T
     of_tokens, token_hist = token_metrics(dict(zip(COLUMNS, columns, strict=True)))

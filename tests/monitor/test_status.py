@@ -252,6 +252,8 @@ def test_words_for_a_run_that_goes_on(run):
     assert lines[0] == f"run       first   {run}"
     assert lines[1] == "state     training"
     assert lines[2].startswith("step      12/30   version 0   reward 0.500   0:0")
+    assert lines[3] == "actors    1 of 1 alive"
+    lines.remove(lines[3])
     assert lines[3].split() == ["role", "state", "pid", "restarts", "version", "heard", "waits"]
     assert lines[4].startswith("learner-0  alive       20   0         11       ")
     assert (
@@ -298,7 +300,8 @@ def test_words_before_anything_is_known(tmp_path):
     StatusFile(str(tmp_path / "status.json"), board, run_id="r", run="r").close()
     lines = list(describe(tmp_path, read(tmp_path)))
     assert "reward -   0:00 gone, - left" in lines[2]
-    assert len(lines) == 4
+    assert lines[3] == "actors    0 of 1 alive"
+    assert len(lines) == 5
 
 
 def test_a_run_is_found_by_folder_name_or_as_the_latest(run, tmp_path):
@@ -332,3 +335,37 @@ def test_a_file_that_is_no_status_is_refused(run, content, expected):
         (run / "status.json").write_text(content)
     with pytest.raises(UserError, match=expected):
         read(run)
+
+
+def test_actors_that_leave_are_told_apart_from_those_that_are_alive(tmp_path):
+    board = Board(Config())
+    path = tmp_path / "status.json"
+    status = StatusFile(str(path), board, run_id="r", run="r")
+    assert json.loads(path.read_text())["control"] is None
+    for rank, state in enumerate(("alive", "leaving", "left")):
+        board.fleet.update(f"actor-{rank}", state="alive")
+        board.fleet.heard(record("actor", rank=rank, pid=20 + rank), 1.0)
+        board.fleet.update(f"actor-{rank}", state=state)
+    board.fleet.actors = 1
+    board.control = {"endpoint": "tcp://127.0.0.1:5", "curve": False, "keys": None}
+    status.close()
+    content = json.loads(path.read_text())
+    assert (content["actors"], content["control"]) == (1, board.control)
+    assert [(r["state"], r["pid"]) for r in content["roles"]] == [
+        ("alive", 20), ("leaving", 21), ("left", None),
+    ]  # fmt: skip
+    assert "actors    1 of 1 alive, 1 leave" in describe(tmp_path, read(tmp_path))
+    assert board.fleet.metrics()["actor/alive"] == 1
+
+
+def test_who_has_left_counts_in_no_mean_and_its_last_words_wake_nobody(board):
+    for rank, share in ((0, 0.5), (1, 0.1)):
+        metrics = {"idle/actors_frac": share, "throughput/gen_tok_s": 10.0}
+        board.write(record("actor", rank=rank, metrics=metrics))
+    assert board.actors_idle() == pytest.approx(0.3)
+    board.fleet.update("actor-1", state="left")
+    board.write(record("actor", rank=1, metrics={}))
+    assert board.fleet.roles["actor-1"].state == "left"
+    assert (board.actors_idle(), board.gen_tok_s()) == (0.5, 10.0)
+    board.fleet.update("actor-1", state="starting")
+    assert board.fleet.roles["actor-1"].doing == "loading the engine"

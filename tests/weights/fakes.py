@@ -13,9 +13,18 @@ import torch
 
 from asyncrl.actors.announce import Announcer
 from asyncrl.actors.weights import EngineWeights, WeightService
+from asyncrl.learner.layout import Layout
+from asyncrl.learner.publication.members import Members
+from asyncrl.learner.publication.publish import BroadcastPublisher
 from asyncrl.types import Version
+from asyncrl.weights import ParamSpec, refuse_damaged
 
 T = TypeVar("T")
+
+N = 1 << 16
+"""Elements of the one parameter that a fake fleet takes."""
+TIMEOUT_S = 8.0
+"""Of a publication: 2 s for each step."""
 
 
 class FakeEngine:
@@ -70,6 +79,7 @@ class GlooEngine(FakeEngine):
         self.transfer: Any = object.__new__(GlooWeightTransferEngine)
         self.transfer.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         self.transfer.shutdown()
+        self.transfer.damaged = []
         self.weights: torch.Tensor | None = None
 
     async def join_transfer(self, info: Mapping[str, Any]) -> None:
@@ -83,12 +93,13 @@ class GlooEngine(FakeEngine):
     async def receive_update(self, info: Mapping[str, Any]) -> None:
         await super().receive_update(info)
         await asyncio.to_thread(self.transfer.update_weights, dict(info))
+        refuse_damaged([self.transfer.damaged])
 
     async def commit_update(self, version: Version) -> None:
         (_, weights), *rest = self.transfer.staged
         assert not rest
         await super().commit_update(version)
-        self.weights, self.transfer.staged = weights, None
+        self.weights, self.transfer.staged = weights.clone(), None
 
 
 class Actor:
@@ -204,3 +215,48 @@ class Services:
         for service, weights in zip(self._services, self._subscribers, strict=True):
             await service.close()
             await weights.close()
+
+
+class Learner:
+    """A publisher whose one parameter is filled with the version."""
+
+    def __init__(self, fleet: Fleet, members: Members, timeout_s: float) -> None:
+        self.fleet, self.members = fleet, members
+        self.filled: list[int] = []
+        self.version = Version(0, 0)
+        self.publisher = BroadcastPublisher(
+            members, source=self._source, layout=Layout.whole([ParamSpec("w", "float32", (N,))]),
+            backend="gloo", device=torch.device("cpu"), timeout_s=timeout_s, bucket_bytes=1 << 14,
+        )  # fmt: skip
+
+    def _source(self) -> list[tuple[str, torch.Tensor]]:
+        self.filled.append(self.version.version)
+        return [("w", torch.full((N,), float(self.version.version)))]
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.fleet.add(name)
+        assert self.members.wait_for(len(names), 30)
+
+    def start_three(self, phase: str) -> None:
+        """Start a, b and c; in one group, unless the next thing is to join."""
+        self.start("a", "b", "c")
+        if phase != "join":
+            self.publish()
+            self.publisher.wait()
+
+    def publish(self) -> Version:
+        self.version = Version(0, self.version.version + 1)
+        self.publisher.publish(self.version)
+        return self.version
+
+    def events(self, what: str) -> list[dict[str, Any]]:
+        return [e for e in self.publisher.take_events() if e["event"] == what]
+
+    def check(self, *names: str) -> None:
+        """These engines run the last version, whole."""
+        for name in names:
+            engine: Any = self.fleet.actors[name].engine
+            assert engine.applied == self.version, name
+            assert torch.equal(engine.weights, torch.full((N,), float(self.version.version))), name
+            assert engine.broken is None

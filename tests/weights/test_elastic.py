@@ -2,86 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from asyncrl.learner.publication import members as members_module
-from asyncrl.learner.publication.members import Member, Members
-from asyncrl.learner.publication.publish import BroadcastPublisher
+from asyncrl.learner.publication.members import Member
 from asyncrl.learner.publication.round import _blame
 from asyncrl.learner.publication.weight_fleet import Failure, FleetClient
-from asyncrl.types import Version
-from asyncrl.weights import ParamSpec
-from tests.weights.fakes import FakeEngine, Fleet, GlooEngine
-
-N = 1 << 16
-TIMEOUT_S = 8.0  # 2 s for each step
-
-
-class Learner:
-    """A publisher whose one parameter is filled with the version."""
-
-    def __init__(self, fleet: Fleet, members: Members, timeout_s: float) -> None:
-        self.fleet, self.members = fleet, members
-        self.filled: list[int] = []
-        self.version = Version(0, 0)
-        self.publisher = BroadcastPublisher(
-            members, rank=0, source=self._source, metadata=[ParamSpec("w", "float32", (N,))],
-            backend="gloo", device=torch.device("cpu"), timeout_s=timeout_s, bucket_bytes=1 << 14,
-        )  # fmt: skip
-
-    def _source(self) -> list[tuple[str, torch.Tensor]]:
-        self.filled.append(self.version.version)
-        return [("w", torch.full((N,), float(self.version.version)))]
-
-    def start(self, *names: str) -> None:
-        for name in names:
-            self.fleet.add(name)
-        assert self.members.wait_for(len(names), 30)
-
-    def start_three(self, phase: str) -> None:
-        """Start a, b and c; in one group, unless the next thing is to join."""
-        self.start("a", "b", "c")
-        if phase != "join":
-            self.publish()
-            self.publisher.wait()
-
-    def publish(self) -> Version:
-        self.version = Version(0, self.version.version + 1)
-        self.publisher.publish(self.version)
-        return self.version
-
-    def events(self, what: str) -> list[dict[str, Any]]:
-        return [e for e in self.publisher.take_events() if e["event"] == what]
-
-    def check(self, *names: str) -> None:
-        """These engines run the last version, whole."""
-        for name in names:
-            engine: Any = self.fleet.actors[name].engine
-            assert engine.applied == self.version, name
-            assert torch.equal(engine.weights, torch.full((N,), float(self.version.version))), name
-            assert engine.broken is None
-
-
-@pytest.fixture
-def learner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Learner]:
-    # It points file descriptor 1 elsewhere for a moment, which several threads must not do.
-    monkeypatch.setattr("vllm.distributed.utils.suppress_stdout", contextlib.nullcontext)
-    monkeypatch.setattr(members_module, "BACKOFF_S", 0.2)
-    members = Members()
-    with Fleet(members.endpoint) as fleet:
-        made = Learner(fleet, members, getattr(request, "param", TIMEOUT_S))
-        yield made
-        made.publisher.close()
-        members.close()
-
+from tests.weights.fakes import TIMEOUT_S, FakeEngine, GlooEngine, Learner
 
 PHASES = ["join", "begin", "receive", "commit"]
 
@@ -158,7 +90,9 @@ def test_nobody_is_needed(learner: Learner) -> None:
     learner.publish()
     learner.publisher.wait()
     timings = learner.publisher.take_timings()
-    assert set(timings) == {"sync/blocked_s", "sync/total_s", "sync/retries"}
+    assert set(timings) == {
+        f"sync/{n}" for n in ("blocked_s", "total_s", "hash_s", "retries", "checksum_fail")
+    }
     assert learner.publisher.finish(0.0) == []
     learner.fleet.add("a")
     assert learner.members.wait_for(1, 30)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from asyncrl import wire
 from asyncrl.errors import WeightSyncError
 from asyncrl.learner.publication.members import Member
 from asyncrl.learner.publication.weight_fleet import FleetClient, Limits
@@ -54,6 +55,23 @@ def test_fleet_drives_every_actor_and_gives_each_its_ranks() -> None:
     assert [e.infos[0]["rank_offset"] for e in engines] == [1, 3, 4]
     assert all(e.applied == V1 for e in engines)
     assert set(client.timings) == {"join", "begin", "receive", "commit"}
+
+
+def test_fleet_waits_longer_to_begin_where_actors_wait_for_their_requests(
+    silent: zmq.Socket[bytes],
+) -> None:
+    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    client = fleet([f"tcp://127.0.0.1:{port}"], s=1.0)
+    client.limits = client.limits._replace(drain_s=60.0)
+    beginning = threading.Thread(target=client.start_weight_update)
+    beginning.start()
+    peer, *frames = silent.recv_multipart()
+    left = client.deadline - time.monotonic()
+    silent.send_multipart([peer, *wire.encode(wire.Ok(req=wire.decode(frames)[0].req))])
+    beginning.join(30)
+    assert 30 < left <= 61
+    assert client.failures == {}
+    client.close()
 
 
 def test_fleet_names_who_refused_and_who_was_silent(silent: zmq.Socket[bytes]) -> None:

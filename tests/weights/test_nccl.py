@@ -46,11 +46,12 @@ def test_vllm_has_what_the_nccl_path_uses() -> None:
 
 
 def test_gloo_and_nccl_sources_agree_with_their_metadata() -> None:
+    from asyncrl.learner.layout import Layout
     from asyncrl.learner.publication.gloo_sender import SnapshotSource
     from asyncrl.learner.publication.snapshot import Snapshot
 
     model = tiny_model("llama", tied=False)
-    snapshot = Snapshot(TransferPlan(tuple(metadata(model))))
+    snapshot = Snapshot(Layout.whole(metadata(model)))
     snapshot.fill(model.named_parameters())
     source = SnapshotSource(snapshot, torch.device("cpu"))
     for meta, (name, tensor), (_, p) in zip(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.learner.layout import Layout
 from asyncrl.learner.publication.snapshot import Snapshot
 from asyncrl.weights import DTYPE_BYTES, ParamSpec, TransferPlan
 
@@ -36,9 +37,11 @@ def test_what_the_buckets_carry_is_what_the_snapshot_took(plan: TransferPlan, li
         (p.name, torch.rand(p.shape).to(getattr(torch, p.dtype)) + i)
         for i, p in enumerate(plan.params)
     ]
-    sent = Snapshot(plan, bucket_bytes=limit)
+    sent = Snapshot(Layout.whole(plan.params), bucket_bytes=limit)
     sent.fill(weights)
-    received = Snapshot(TransferPlan.from_info(plan.to_info()), bucket_bytes=limit)
+    received = Snapshot(
+        Layout.whole(TransferPlan.from_info(plan.to_info()).params), bucket_bytes=limit
+    )
     for source, target in zip(sent.buckets(), received.buckets(), strict=True):
         target.copy_(source)
     for (name, tensor), (got_name, got) in zip(weights, received.tensors(), strict=True):
@@ -47,7 +50,7 @@ def test_what_the_buckets_carry_is_what_the_snapshot_took(plan: TransferPlan, li
 
 
 def test_snapshot_casts_to_the_wire_dtype() -> None:
-    snapshot = Snapshot(TransferPlan((ParamSpec("w", "bfloat16", (2,)),)))
+    snapshot = Snapshot(Layout.whole([ParamSpec("w", "bfloat16", (2,))]))
     snapshot.fill([("w", torch.tensor([1.0, 2.001]))])
     ((_, tensor),) = snapshot.tensors()
     assert tensor.dtype == torch.bfloat16
@@ -68,7 +71,9 @@ def test_snapshot_refuses_what_the_plan_does_not_say(
 ) -> None:
     plan = TransferPlan((ParamSpec("a", "float32", (2,)), ParamSpec("b", "float32", (1,))))
     with pytest.raises(WeightSyncError, match=says):
-        Snapshot(plan).fill((name, torch.zeros(shape)) for name, shape in weights)
+        Snapshot(Layout.whole(plan.params)).fill(
+            (name, torch.zeros(shape)) for name, shape in weights
+        )
 
 
 def test_plan_refuses_a_dtype_that_cannot_travel() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,35 +15,20 @@ import pytest
 import torch
 
 from asyncrl.errors import EngineError
-from asyncrl.protocols import Generation, GenerationRequest
 from asyncrl.types import FinishReason, Version
 from tests.helpers.engines import (
     EngineHost,
     engine_config,
-    hf_logprobs,
     metadata,
     publisher,
     save_model,
     tiny_model,
 )
+from tests.weights.load import Load, check_logprobs, forced, next_version
 
 pytestmark = pytest.mark.engine
 
-PROMPT = (5, 6, 7, 8)
 UPDATE_TIMEOUT_S = 6.0
-
-
-def forced(token: int) -> torch.nn.Module:
-    """A Llama that emits `token` with probability 1, whatever it reads."""
-    model = tiny_model("llama", tied=False)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name or "lm_head" in name:
-                p.zero_()  # the hidden state is the embedding
-            if "embed" in name or "norm" in name:
-                p.fill_(1.0)
-        model.lm_head.weight[token] = 1.0  # type: ignore[union-attr,index]
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -54,52 +37,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHost]:
     path = save_model(forced(10), tmp_path_factory.mktemp("llama"))
     with EngineHost(engine_config(), path, update_timeout_s=UPDATE_TIMEOUT_S) as h:
         yield h
-
-
-def next_version(host: EngineHost) -> Version:
-    incarnation, version = host.engine.applied
-    return Version(incarnation, version + 1)
-
-
-class Load:
-    """`n` requests always in flight, until `stop`."""
-
-    def __init__(self, host: EngineHost, n: int, tokens: int) -> None:
-        self._host, self._tokens = host, tokens
-        self._ids = itertools.count()
-        self._stopping = threading.Event()
-        self._progress = threading.Condition()
-        self._seen = 0
-        self.done: list[Generation] = []
-        self._loops = [host.submit(self._loop()) for _ in range(n)]
-
-    async def _loop(self) -> None:
-        while not self._stopping.is_set():
-            request = GenerationRequest(f"load-{next(self._ids)}", PROMPT, self._tokens, 1.0)
-            self.done.append(await self._host.engine.generate(request, self._heard))
-
-    def _heard(self, n: int) -> None:
-        with self._progress:
-            self._seen += n
-            self._progress.notify_all()
-
-    def wait_for_tokens(self, n: int) -> None:
-        with self._progress:
-            target = self._seen + n
-            assert self._progress.wait_for(lambda: self._seen >= target, timeout=60)
-
-    def stop(self) -> list[Generation]:
-        self._stopping.set()
-        for loop in self._loops:
-            loop.result(120)
-        return self.done
-
-
-def check_logprobs(host: EngineHost, model: torch.nn.Module, version: Version) -> None:
-    g = host.generate(f"check-{version}", PROMPT, 24)
-    expected = hf_logprobs(model, list(PROMPT), g.response_ids.tolist())
-    np.testing.assert_allclose(g.logprobs, expected.numpy(), atol=1e-4)
-    assert set(zip(g.incarnations.tolist(), g.versions.tolist(), strict=True)) == {version}
 
 
 def publish_and_check(host: EngineHost, kind: str, *, tied: bool) -> None:
@@ -198,6 +135,37 @@ def test_broken_transfer_leaves_the_old_weights_serving(host: EngineHost) -> Non
     assert all(set(g.versions.tolist()) == {old.version} for g in load.stop())
     mend()
     assert pub.finish(60.0) == []  # it announces itself, and gets what it lacks
+    check_logprobs(host, models[1], new)
+    pub.close()
+
+
+def test_damaged_bytes_are_never_loaded(host: EngineHost) -> None:
+    models = [tiny_model("llama", tied=False, seed=seed) for seed in (10, 11)]
+    current = [models[0]]
+    old = next_version(host)
+    pub = publisher([host], lambda: current[0], bucket_bytes=1 << 18)
+    pub.publish(old)
+    pub.wait()
+    buckets = pub._snapshot.buckets
+
+    def damaged() -> Iterator[torch.Tensor]:
+        for bucket in buckets():
+            sent = bucket.clone()
+            sent.view(torch.uint8)[-1] ^= 1
+            yield sent
+
+    pub._snapshot.buckets = damaged  # type: ignore[method-assign]
+    current[0] = models[1]
+    load = Load(host, 4, 100)
+    load.wait_for_tokens(8)
+    pub.publish(new := next_version(host))
+    pub.wait()
+    assert [e["event"] for e in pub.take_events()] == ["weights_damaged"] * 3 + ["weights_cut_out"]
+    assert pub.take_timings()["sync/checksum_fail"] == 3
+    check_logprobs(host, models[0], old)
+    assert all(set(g.versions.tolist()) == {old.version} for g in load.stop())
+    del pub._snapshot.buckets
+    assert pub.finish(60.0) == []
     check_logprobs(host, models[1], new)
     pub.close()
 

@@ -11,11 +11,6 @@ from asyncrl.config.sources import RESOLVED_MARK
 
 _DEFAULTS = fields.flatten(Config())
 
-RELATIVE = ("grpo", "dr_grpo", "rloo")
-"""Estimators that compare a reward with those of its group: one advantage per sequence."""
-WITH_CRITIC = ("gae", "vtrace")
-"""Estimators that need a value function."""
-
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -31,17 +26,17 @@ class Context:
     @property
     def relative(self) -> bool:
         """True if advantages are relative to the group."""
-        return self.config.learner.advantage.estimator in RELATIVE
+        return self.config.learner.advantage.relative
 
     @property
     def critic(self) -> bool:
         """True if there is a value function."""
-        return self.config.learner.advantage.estimator in WITH_CRITIC
+        return self.config.learner.advantage.critic
 
     @property
     def one_update(self) -> bool:
         """True if a batch is one optimizer step, so that theta is the policy before the update."""
-        return self.config.learner.epochs == 1 and self.config.learner.minibatches == 1
+        return self.config.learner.updates == 1
 
     def given(self, key: str) -> bool:
         """True if somebody set the field, to something else than null.
@@ -58,12 +53,26 @@ class Context:
         # Whoever starts from a shipped file may turn off what its other lines are for.
         return not is_file or (value != _DEFAULTS[key] and file not in self.shipped)
 
+    def file(self, key: str) -> str:
+        """The file that set the field; "" if none did, or only one that holds every field."""
+        file, is_file, _ = self.sources.get(key, "default").partition(":")
+        return file if is_file and not file.endswith(RESOLVED_MARK) else ""
+
     def named(self, key: str) -> str:
         """`key=value (where)`."""
         value = self.flat[key]
         text = str(value).lower() if isinstance(value, bool) else value
         source = self.sources.get(key, "default")
         return f"{key}={text}" + ("" if source == "default" else f" ({source})")
+
+    def fix(self, key: str, value: str, preset: str) -> str:
+        """How to set a field to what a preset sets it to."""
+        if f"{preset}.yaml" not in map(self.file, self.sources):
+            return f"set {key}={value}, or add --config {preset}"
+        file, is_file, _ = self.sources[key].partition(":")
+        if is_file:
+            return f"put --config {preset} last, or remove {file}'s {key}"
+        return f"remove the {file}, since --config {preset} sets it"
 
     def inactive(self, *keys: str, why: str, fix: str) -> Iterator[str]:
         """A refusal for each key that is set although it has no effect."""

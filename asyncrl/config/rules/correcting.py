@@ -21,30 +21,33 @@ _CLIPS = ("learner.loss.clip_low", "learner.loss.clip_high")
 _POLICY = "learner.loss.policy"
 _PROX = "learner.correction.prox"
 _LEVEL = "learner.correction.level"
+_AGGREGATION = "learner.loss.aggregation"
 
 
 def _ratio(c: Context) -> Iterator[str]:
-    """Clips, where there is a ratio that they could clip."""
-    policy, with_policy = c.config.learner.loss.policy, f"with {_POLICY}={c.flat[_POLICY]}"
-    clips: tuple[str, ...] = _CLIPS if policy in CLIP_R else ()
-    if policy == "ppo":
-        clips += ("learner.loss.dual_clip",)
-    else:
-        yield from c.inactive("learner.loss.dual_clip", why=with_policy, fix=f"set {_POLICY}=ppo")
-    if policy in ("aipo", "topr", "reinforce"):
-        yield from c.inactive(
-            *_CLIPS, why=f"{with_policy} (it clips no ratio)",
-            fix=f"set {_POLICY}=ppo, gspo, cispo, dppo-tv or dppo-kl",
-        )  # fmt: skip
-    if policy != "aipo":
-        yield from c.inactive("learner.loss.cap", why=with_policy, fix=f"set {_POLICY}=aipo")
-    if c.one_update and c.config.learner.correction.prox == "recompute":
-        yield from c.inactive(
-            *clips,
-            why="with learner.epochs=1 and learner.minibatches=1 (the ratio to the policy before "
-            "the update is 1)",
-            fix=f"set learner.minibatches=2 or more, or {_PROX}=interpolate or behaviour",
+    """r, the ratio to the policy before the update: 1 with one update, needed with several."""
+    learner = c.config.learner
+    policy = learner.loss.policy
+    if policy == "reinforce" and not c.one_update:
+        yield (
+            f"{c.named(_POLICY)} has no ratio to correct for the earlier updates of a batch, and "
+            f"learner.epochs={learner.epochs} and learner.minibatches={learner.minibatches} make "
+            f"{learner.updates}: set both to 1, or {_POLICY}=ppo or cispo"
         )
+    if policy not in CLIP_R or not c.one_update or learner.correction.prox != "recompute":
+        return
+    fix = f"set learner.minibatches=2 or more, or {_PROX}=interpolate or behaviour"
+    if policy != "ppo" and c.given(_POLICY):
+        yield (
+            f"{c.named(_POLICY)} is a plain policy gradient with learner.epochs=1 and "
+            f"learner.minibatches=1 (the ratio to the policy before the update is 1): {fix}"
+        )
+        return
+    dual = ("learner.loss.dual_clip",) if policy == "ppo" else ()
+    yield from c.inactive(
+        *_CLIPS, *dual, why="with learner.epochs=1 and learner.minibatches=1 (the ratio to the "
+        "policy before the update is 1)", fix=fix,
+    )  # fmt: skip
 
 
 def _bounds(c: Context) -> Iterator[str]:
@@ -70,11 +73,6 @@ def _bounds(c: Context) -> Iterator[str]:
 def _sums(c: Context) -> Iterator[str]:
     """How the terms of the loss add up."""
     loss = c.config.learner.loss
-    if loss.aggregation != "seq-mean-token-sum-norm":
-        yield from c.inactive(
-            "learner.loss.norm_tokens", why=f"with learner.loss.aggregation={loss.aggregation}",
-            fix="set learner.loss.aggregation=seq-mean-token-sum-norm",
-        )  # fmt: skip
     if loss.entropy >= MAX_ENTROPY:
         yield (
             f"{c.named('learner.loss.entropy')} makes randomness worth more than reward: lower it "
@@ -83,10 +81,10 @@ def _sums(c: Context) -> Iterator[str]:
     if loss.policy != "gspo":
         return
     if loss.aggregation != "seq-mean-token-mean":
+        fix = c.fix(_AGGREGATION, "seq-mean-token-mean", "correction/gspo")
         yield (
-            f"{c.named(_POLICY)} has one term per sequence, and learner.loss.aggregation="
-            f"{loss.aggregation} would weigh it by its length: set "
-            "learner.loss.aggregation=seq-mean-token-mean, or add --config correction/gspo"
+            f"{c.named(_POLICY)} has one term per sequence, and {c.named(_AGGREGATION)} would "
+            f"weigh it by its length: {fix}"
         )
     if not c.relative:
         yield (
@@ -103,16 +101,14 @@ def _once(c: Context) -> Iterator[str]:
     by_rho, vtrace = policy in BY_RHO, learner.advantage.estimator == "vtrace"
     preset = policy.partition("-")[0] if by_rho else "vtrace"
     estimator = c.named("learner.advantage.estimator")
-    if by_rho and correction.level != "off":
+    if (by_rho or vtrace) and correction.level != "off":
+        holds = (
+            f"{c.named(_POLICY)} weighs by pi_theta/mu itself" if by_rho
+            else f"{estimator} holds min(rho_bar_pg, pi_theta/mu) already"
+        )  # fmt: skip
         yield (
-            f"{c.named(_POLICY)} weighs by pi_theta/mu itself, so that {_LEVEL}={correction.level} "
-            f"would count mu twice: set {_LEVEL}=off, or add --config correction/{preset}"
-        )
-    elif vtrace and correction.level != "off":
-        yield (
-            f"{estimator} holds min(rho_bar_pg, pi_theta/mu) already, so that {_LEVEL}="
-            f"{correction.level} would count mu twice: set {_LEVEL}=off, or add --config "
-            f"correction/{preset}"
+            f"{holds}, so that {c.named(_LEVEL)} would count mu twice: "
+            f"{c.fix(_LEVEL, 'off', f'correction/{preset}')}"
         )
     if vtrace and by_rho:
         yield (
@@ -139,17 +135,12 @@ def _prox(c: Context) -> Iterator[str]:
         )  # fmt: skip
     if prox != "interpolate":
         return
-    needs = ["learner.advantage.estimator"] if c.critic else []
-    if learner.correction.m2po is not None:
-        needs.append("learner.correction.m2po")
-    if learner.optim.ess_ref is not None:
-        needs.append("learner.optim.ess_ref")
-    if learner.kl.coefficient and learner.kl.apply == "reward":
-        needs.append("learner.kl.apply")
-    for key in needs:
+    for key in learner.first_pass_for:
+        if key == "loss.denominator":
+            continue  # refused by `_denominator`, for a reason of its own
         yield (
-            f"{c.named(key)} needs a forward pass of the batch before the update, the one that "
-            f"{c.named(_PROX)} does without: nothing is saved: set {_PROX}=recompute"
+            f"{c.named(f'learner.{key}')} needs a forward pass of the batch before the update, the "
+            f"one that {c.named(_PROX)} does without: nothing is saved: set {_PROX}=recompute"
         )
 
 
@@ -158,11 +149,16 @@ def _weight(c: Context) -> Iterator[str]:
     correction = c.config.learner.correction
     action, low, high = (f"learner.correction.{name}" for name in ("action", "low", "high"))
     if correction.prox == "behaviour":
-        level = () if correction.level == "off" else (_LEVEL,)
+        # Of two files, one is for a weight and the other for none: neither is left unsaid.
+        apart = c.file(_LEVEL) and c.file(_PROX) and c.file(_LEVEL) != c.file(_PROX)
+        if correction.level != "off" and (c.given(_LEVEL) or apart):
+            yield (
+                f"{c.named(_LEVEL)} weighs nothing, since w is 1 with {c.named(_PROX)}: set "
+                f"{_LEVEL}=off, or {_PROX}=recompute"
+            )
         yield from c.inactive(
-            *level, action, low, high, why=f"with {_PROX}=behaviour (w is 1)",
-            fix=f"set {_PROX}=recompute",
-        )  # fmt: skip
+            action, low, high, why=f"with {_PROX}=behaviour (w is 1)", fix=f"set {_PROX}=recompute"
+        )
         return
     if correction.level == "off":
         yield from c.inactive(

@@ -10,26 +10,9 @@ from asyncrl.config.rules.data import names_function
 _ESTIMATOR = "learner.advantage.estimator"
 
 
-def _estimator(c: Context) -> Iterator[str]:
-    """Settings of an estimator that is not chosen."""
+def _vtrace(c: Context) -> Iterator[str]:
     advantage = c.config.learner.advantage
-    chosen = f"with {_ESTIMATOR}={advantage.estimator}"
-    if c.relative:
-        yield from c.inactive(
-            "learner.advantage.gamma",
-            why=chosen,
-            fix=f"set {_ESTIMATOR}=reinforce++, gae or vtrace",
-        )
-    if not c.critic:
-        critic = [key for key in c.flat if key.startswith("learner.critic.")]
-        yield from c.inactive(
-            "learner.advantage.lam", "learner.advantage.whiten", *critic, why=chosen,
-            fix=f"set {_ESTIMATOR}=gae or vtrace",
-        )  # fmt: skip
-    if advantage.estimator != "vtrace":
-        bars = (f"learner.advantage.{name}" for name in ("rho_bar", "c_bar", "rho_bar_pg"))
-        yield from c.inactive(*bars, why=chosen, fix=f"set {_ESTIMATOR}=vtrace")
-    elif advantage.c_bar > advantage.rho_bar:
+    if advantage.estimator == "vtrace" and advantage.c_bar > advantage.rho_bar:
         yield (
             f"{c.named('learner.advantage.c_bar')} is over rho_bar={advantage.rho_bar:g}: V-trace "
             "need not converge then: lower it, or raise learner.advantage.rho_bar"
@@ -121,6 +104,14 @@ def _shaping(c: Context) -> Iterator[str]:
             f"{c.named('learner.shaping.overlong_tokens')} is over rollout.max_new_tokens="
             f"{longest}: a response of no length would be penalised: lower it"
         )
+    names = ("function", "overlong_tokens", "length_normalise")
+    shaped = [f"learner.shaping.{name}" for name in names if getattr(shaping, name)]
+    if shaped and c.config.buffer.filter_zero_variance and c.relative:
+        yield (
+            f"{c.named('buffer.filter_zero_variance')} looks at rewards before shaping, and would "
+            f"leave out prompts that carry an advantage with {' and '.join(map(c.named, shaped))}: "
+            "set it to false"
+        )
     if shaping.function is not None and not names_function(shaping.function):
         yield (
             f"{c.named('learner.shaping.function')}: expected module:function, called with "
@@ -128,4 +119,4 @@ def _shaping(c: Context) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_group, _estimator, _critic, _kl, _shaping)
+RULES: tuple[Rule, ...] = (_group, _vtrace, _critic, _kl, _shaping)

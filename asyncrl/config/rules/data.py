@@ -17,16 +17,8 @@ MAX_REWARD_WORKERS = 1024
 
 def _task(c: Context) -> Iterator[str]:
     t = c.config.task
-    kind = f"with task.kind={t.kind}"
-    if t.kind != "jsonl":
-        yield from c.inactive(
-            "task.path", "task.prompt_field", "task.answer_field", why=kind,
-            fix="set task.kind=jsonl",
-        )  # fmt: skip
-    elif not t.path:
+    if t.kind == "jsonl" and not t.path:
         yield "task.path is not set: task.kind=jsonl needs the file of prompts, task.path=FILE"
-    if t.kind != "arithmetic":
-        yield from c.inactive("task.max_operand", why=kind, fix="set task.kind=arithmetic")
     if "{prompt}" not in t.prompt_template:
         yield (
             f"{c.named('task.prompt_template')} does not hold {{prompt}}, which stands for the "
@@ -78,11 +70,6 @@ def _reward(c: Context) -> Iterator[str]:
 
 def _eval(c: Context) -> Iterator[str]:
     e, t = c.config.eval, c.config.task
-    if t.kind != "jsonl":
-        yield from c.inactive(
-            "eval.path", why=f"with task.kind={t.kind} (it holds out prompts of its own)",
-            fix="set task.kind=jsonl",
-        )  # fmt: skip
     if e.samples == 0:
         keys = [k for k in ("eval.at_start", "eval.at_end") if c.flat[k]]
         keys += ["eval.path"] if t.kind == "jsonl" else []

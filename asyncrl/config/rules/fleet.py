@@ -118,4 +118,13 @@ def _place(
             return
 
 
-RULES: tuple[Rule, ...] = (_devices, _members, _silence, _placement)
+def _in_flight(c: Context) -> Iterator[str]:
+    if c.config.buffer.max_staleness == 0:
+        yield from c.inactive(
+            "weights.in_flight",
+            why="with buffer.max_staleness=0 (nothing is under way at a publication)",
+            fix="raise buffer.max_staleness",
+        )
+
+
+RULES: tuple[Rule, ...] = (_devices, _members, _silence, _placement, _in_flight)

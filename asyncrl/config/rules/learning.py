@@ -87,6 +87,11 @@ def _optim(c: Context) -> Iterator[str]:
             f"{c.named('learner.critic.lr')} destroys the critic in one step: lower it to 1e-2 or "
             "less"
         )
+    if optim.lr * optim.weight_decay >= 1:
+        yield (
+            f"{c.named('learner.optim.weight_decay')} times learner.optim.lr={optim.lr:g} takes "
+            "all of a weight away in one step: lower it (0 to .1 is usual)"
+        )
     if optim.warmup_steps > c.config.run.steps:
         yield (
             f"{c.named('learner.optim.warmup_steps')} is over run.steps={c.config.run.steps}: "

@@ -13,7 +13,9 @@ from asyncrl.launch.placement.nodes import Node, this_machine
 from asyncrl.launch.placement.seats import Assignment, Placement, Seat
 
 
-def assign(config: Config, placement: Placement, nodes: Sequence[Node]) -> Assignment:
+def assign(
+    config: Config, placement: Placement, nodes: Sequence[Node], keep: Assignment | None = None
+) -> Assignment:
     """Give every role member a node and, where `cluster.*_places` names them, its GPUs.
 
     packed   learners together, then actors, one node after the other
@@ -25,7 +27,9 @@ def assign(config: Config, placement: Placement, nodes: Sequence[Node]) -> Assig
     Args:
         config: checked.
         placement: what `place` returned.
-        nodes: the cluster's; without `cluster.address` they are not looked at.
+        nodes: the cluster's; without `cluster.address` they are not looked at. What members that
+            are kept use counts as free.
+        keep: seats of members that run: they stay where they are.
 
     Raises:
         ConfigError: naming the role member that has no room, and where how much is free.
@@ -37,6 +41,8 @@ def assign(config: Config, placement: Placement, nodes: Sequence[Node]) -> Assig
             f"cluster.address={config.cluster.address}: the cluster has no node that is alive"
         )
     assigner = _Assigner(config, placement, alive)
+    if keep is not None:
+        assigner.keep(keep, local)
     if config.cluster.placement == "explicit":
         chosen = assigner.explicit()
     else:
@@ -77,6 +83,26 @@ class _Assigner:
             n.id: n.hostname if names[n.hostname] == 1 else f"{n.hostname}/{n.id[:6]}"
             for n in nodes
         }
+
+        self.kept: dict[_Member, Seat] = {}
+        self.choice = _Choice()
+        """Of the members that are kept; those that follow are added to a copy."""
+
+    def keep(self, seats: Assignment, local: bool) -> None:
+        """Leave members on their seats, unless the node is gone."""
+        members = (*zip(self.learners, seats.learners, strict=False),
+                   *zip(self.actors, seats.actors, strict=False))  # fmt: skip
+        for member, seat in members:
+            node = next((n for n in self.nodes if local or n.id == seat.node), None)
+            if node is not None:
+                self.kept[member], self.choice[member] = seat, (node, seat.gpus)
+
+    def begin(self) -> tuple[dict[str, int], _Choice]:
+        """What is free besides the members that are kept, and the choice with them in it."""
+        free = self.free()
+        for member, (node, _) in self.choice.items():
+            free[node.id] -= member.need
+        return free, dict(self.choice)
 
     def free(self) -> dict[str, int]:
         """Room of each node by id: GPUs, or members on CPU."""
@@ -127,8 +153,10 @@ class _Assigner:
         return len({choice[m][0].id for m in self.learners})
 
     def _first_fit(self, order: Sequence[Node]) -> _Choice:
-        free, choice = self.free(), _Choice()
+        free, choice = self.begin()
         for member in (*self.learners, *self.actors):
+            if member in choice:
+                continue
             node = next((n for n in order if free[n.id] >= member.need), None)
             if node is None:
                 raise self._short(member, free)
@@ -138,10 +166,12 @@ class _Assigner:
 
     def spread(self) -> _Choice:
         """Actors first, since they may need several GPUs of one node."""
-        free, choice = self.free(), _Choice()
-        members: Counter[str] = Counter()
+        free, choice = self.begin()
+        members: Counter[str] = Counter(node.id for node, _ in choice.values())
         for group in (self.actors, self.learners):
             for member in group:
+                if member in choice:
+                    continue
                 fits = [n for n in self.nodes if free[n.id] >= member.need]
                 if not fits:
                     raise self._short(member, free)
@@ -153,10 +183,12 @@ class _Assigner:
 
     def explicit(self) -> _Choice:
         """What the settings name."""
-        free, choice = self.free(), _Choice()
-        taken: dict[tuple[str, str], str] = {}
+        free, choice = self.begin()
+        taken = {(n.id, gpu): m.name for m, (n, gpus) in choice.items() for gpu in gpus}
         wanted = (*wishes(self.config, "learner"), *wishes(self.config, "actor"))
         for member, wish in zip((*self.learners, *self.actors), wanted, strict=True):
+            if member in choice:
+                continue
             node = self._named(member, wish, free, taken)
             choice[member] = (node, wish.gpus)
             free[node.id] -= member.need
@@ -229,6 +261,8 @@ class _Assigner:
             return max(1, int(node.resources.get("CPU", 1)) // on_node[node.id])
 
         def seat(member: _Member) -> Seat:
+            if member in self.kept:
+                return self.kept[member]
             node, gpus = choice[member]
             return Seat(
                 node=None if local else node.id,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import CPU_KV_CACHE_GIB, Config
 from asyncrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from asyncrl.launch.placement import Placement
+from asyncrl.launch.placement.seats import Placement
 
 THREADS_PER_CORE = 4
 """More threads than this a core in one role spend their time waiting for each other."""
