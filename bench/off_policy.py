@@ -151,6 +151,8 @@ def plan_of(given: argparse.Namespace) -> Plan:
     if unknown:
         raise BenchError(f"no preset {', '.join(unknown)}; there are {', '.join(presets())}")
     plan = replace(plan, ages=tuple(given.age or plan.ages), rates=tuple(given.rate or plan.rates))
+    if given.sweep_seeds:
+        plan = replace(plan, sweep_seeds=range(given.sweep_seeds))
     if given.repeats:
         plan = replace(plan, report_seeds=range(100, 100 + given.repeats))
     if given.steps:
@@ -217,6 +219,7 @@ def main() -> int:
     p.add_argument("--age", action="append", type=int, metavar="K", help="default: 0, 2, 8, 32")
     p.add_argument("--rate", action="append", type=float, metavar="LR", help="of the sweep")
     p.add_argument("--steps", type=int, metavar="N", help="batches of a run")
+    p.add_argument("--sweep-seeds", type=int, metavar="N", help="of each rate (default: 3)")
     p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     p.add_argument(
         "--runs", type=Path, default=RUNS, metavar="PATH", help="where finished runs are kept"
