@@ -191,7 +191,9 @@ def test_an_actor_without_room_asks_for_nothing_and_hears_the_stop(tmp_path, mon
     run(scenario)
 
 
-def test_samples_that_wait_for_their_reward_keep_their_leases(tmp_path, monkeypatch):
+@pytest.fixture
+def reports(monkeypatch):
+    """Tokens of each report of progress that has reached the buffer; many a second."""
     monkeypatch.setattr(rollout, "PROGRESS_EVERY_S", 0.01)
     reports = []
     progress = AsyncBufferClient.progress
@@ -201,49 +203,41 @@ def test_samples_that_wait_for_their_reward_keep_their_leases(tmp_path, monkeypa
         reports.append(tokens)
 
     monkeypatch.setattr(AsyncBufferClient, "progress", spy)
+    return reports
 
+
+async def keeps_its_leases(a, reports):
+    """While nothing comes of its six samples, for several times as long as a lease."""
+    for _ in range(4):
+        a.now += 0.9 * LEASE_S
+        # The first of the two may have been on its way already.
+        enough = len(reports) + 2
+        await until(lambda n=enough: len(reports) >= n)
+    assert a.ledger.counts()["leased"] == 6
+    assert a.ledger.counts()["requeued"] == 0
+
+
+def test_samples_that_wait_for_their_reward_keep_their_leases(tmp_path, reports):
     async def scenario():
         scorer = Scorer()
         scorer.gate.clear()
         async with Actor(tmp_path, S=8, scorer=scorer) as a:
             await until(lambda: scorer.waiting == 6)
-            for _ in range(4):
-                a.now += 0.9 * LEASE_S
-                # The first of the two may have been on its way already.
-                enough = len(reports) + 2
-                await until(lambda n=enough: len(reports) >= n)
-            assert a.ledger.counts()["leased"] == 6
-            assert a.ledger.counts()["requeued"] == 0
+            await keeps_its_leases(a, reports)
             scorer.gate.set()
             await a.train(1)
 
     run(scenario)
 
 
-def test_samples_that_a_weight_update_holds_up_keep_their_leases(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout, "PROGRESS_EVERY_S", 0.01)
-    reports = []
-    progress = AsyncBufferClient.progress
-
-    async def spy(client, actor, tokens):
-        await progress(client, actor, tokens)
-        reports.append(tokens)
-
-    monkeypatch.setattr(AsyncBufferClient, "progress", spy)
-
+def test_samples_that_a_weight_update_holds_up_keep_their_leases(tmp_path, reports):
     async def scenario():
         engine = FakeEngine()
         engine.gate.clear()
         engine.held_up = True
         async with Actor(tmp_path, S=8, engine=engine) as a:
             await until(lambda: len(engine.in_use) == 6)
-            for _ in range(4):
-                a.now += 0.9 * LEASE_S
-                # The first of the two may have been on its way already.
-                enough = len(reports) + 2
-                await until(lambda n=enough: len(reports) >= n)
-            assert a.ledger.counts()["leased"] == 6
-            assert a.ledger.counts()["requeued"] == 0
+            await keeps_its_leases(a, reports)
             engine.held_up = False
             engine.gate.set()
             await a.train(1)

@@ -110,13 +110,14 @@ def test_traceback_on_request(tmp_path: Path) -> None:
     assert "asyncrl.errors.ConfigError" in done.stderr
 
 
-def assert_runs(code: str, folder: Path) -> None:
-    """Run Python code in a fresh interpreter: it must end well."""
+def assert_runs(code: str, folder: Path) -> str:
+    """Run Python code in a fresh interpreter: it must end well. Returns what it printed."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120,
         check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize(

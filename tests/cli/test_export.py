@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.__main__ import main
-from tests.cli.test_cli import HEAVY
+from tests.cli.test_cli import HEAVY, assert_runs
 from tests.helpers.tiny_model import save_tiny_model
 
 
@@ -236,7 +234,4 @@ def test_errors_and_help_come_without_loading_torch(run: Path) -> None:
         f"heavy = [n for n in {HEAVY!r} if n in sys.modules]\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    assert_runs(code, Path.cwd())

@@ -21,6 +21,7 @@ from asyncrl.launch.control import Control
 from asyncrl.monitor.board import Board
 from asyncrl.monitor.status_file import StatusFile
 from asyncrl.security import Keys, load_keys, write_keys
+from tests.cli.test_cli import HEAVY, assert_runs
 
 
 @pytest.fixture(autouse=True)
@@ -179,19 +180,10 @@ def test_with_curve_the_keys_of_the_run_are_used_or_missed(
 
 
 def test_it_loads_nothing_heavy(run: Path) -> None:
-    import subprocess
-    import sys
-
-    from tests.cli.test_cli import HEAVY, ROOT
-
     code = (
         "import sys, asyncrl.__main__ as m\n"
         "assert m.main(['scale', '--actors', '2']) == 2\n"
         "import asyncrl.launch.control, asyncrl.launch.scaling\n"
         f"print([n for n in {HEAVY!r} if n in sys.modules])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.stdout == "[]\n", done.stderr
+    assert assert_runs(code, Path.cwd()) == "[]\n"

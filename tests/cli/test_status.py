@@ -15,7 +15,7 @@ from asyncrl.__main__ import main
 from asyncrl.config.schema import Config
 from asyncrl.monitor.board import Board
 from asyncrl.monitor.status_file import StatusFile
-from tests.cli.test_cli import HEAVY, ROOT
+from tests.cli.test_cli import HEAVY, ROOT, assert_runs
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +102,4 @@ def status() -> str:
         "assert m.main(['status']) == 0\n"
         f"assert not [n for n in {HEAVY!r} if n in sys.modules]\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    return done.stdout
+    return assert_runs(code, Path.cwd())

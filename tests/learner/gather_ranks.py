@@ -1,7 +1,7 @@
 """A process per rank for test_gather.py.
 
-python -m tests.learner.gather_ranks equal RANK WORLD STORE MODEL...
-python -m tests.learner.gather_ranks broken RANK WORLD STORE VICTIM SIGNAL
+python -m tests.learner.gather_ranks RANK STORE equal MODEL...
+python -m tests.learner.gather_ranks RANK STORE broken VICTIM SIGNAL
 
 `equal`: each model, with and without adapters, is published twice while training goes on; rank 0
 compares what came together with `full_parameters` at that moment.
@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.learner.layout import Layout, Part
@@ -31,6 +28,7 @@ from asyncrl.learner.publication.publish import BroadcastPublisher
 from asyncrl.learner.publication.shard_publisher import ShardPublisher
 from asyncrl.types import Version
 from asyncrl.weights import ParamSpec
+from tests.helpers.ranks import rank_of_two
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 1 << 10
@@ -178,19 +176,11 @@ def broken(rank: int, world: int, victim: int, how: signal.Signals) -> None:
 
 
 def main() -> None:
-    what, rank, world, store, *rest = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, int(world)), rank=int(rank), world_size=int(world),
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    try:
+    with rank_of_two() as (rank, (what, *rest)):
         if what == "equal":
-            equal(int(rank), int(world), rest)
+            equal(rank, 2, rest)
         else:
-            broken(int(rank), int(world), int(rest[0]), signal.Signals(int(rest[1])))
-    finally:
-        dist.destroy_process_group()
+            broken(rank, 2, int(rest[0]), signal.Signals(int(rest[1])))
 
 
 if __name__ == "__main__":

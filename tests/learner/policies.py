@@ -2,19 +2,16 @@
 
 Run by test_model.py as a process per rank:
 
-python -m tests.learner.policies RANK WORLD STORE MODEL OUT
+python -m tests.learner.policies RANK STORE MODEL OUT
 """
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from asyncrl.config.learning import (
     AdvantageConfig,
@@ -29,6 +26,7 @@ from asyncrl.learner.policy.logprobs import PackTensors
 from asyncrl.learner.policy.model import Policy
 from asyncrl.learner.policy.optim import apply_gradient, make_optimizer
 from asyncrl.types import Trajectory
+from tests.helpers.ranks import rank_of_two
 from tests.helpers.tiny_model import make_batch
 
 CPU = torch.device("cpu")
@@ -135,21 +133,9 @@ def _by_token(pack: Pack, values: np.ndarray[Any, Any]) -> dict[str, np.ndarray[
 
 
 def main() -> None:
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
-    store, model, out = sys.argv[3:6]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=120),
-    )
-    try:
+    with rank_of_two() as (rank, (model, out)):
         for number, case in enumerate(CASES):
-            np.savez(f"{out}.{number}.{rank}.npz", **train_once(Path(model), case, rank, world))
-    finally:
-        dist.destroy_process_group()
+            np.savez(f"{out}.{number}.{rank}.npz", **train_once(Path(model), case, rank, 2))
 
 
 if __name__ == "__main__":

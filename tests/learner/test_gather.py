@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,33 +12,13 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.learner.layout import Layout, Part
 from asyncrl.learner.publication.shards import Shards
 from asyncrl.weights import ParamSpec
+from tests.helpers.ranks import join, two_ranks
 from tests.helpers.tiny_model import save_tiny_model
 from tests.learner.gather_ranks import BROKEN_S
 
+RANKS = "tests.learner.gather_ranks"
 UNEVEN = {"vocab_size": 97, "intermediate_size": 63}
 """Rows that two ranks cannot share evenly."""
-
-
-@contextmanager
-def two_ranks(store: Path, what: str, *rest: object) -> Iterator[list[subprocess.Popen[str]]]:
-    """A process for each rank, gone at the end."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.learner.gather_ranks", what]
-            + [str(a) for a in (rank, 2, store, *rest)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        yield processes
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
-            for stream in (p.stdout, p.stderr):
-                assert stream is not None
-                stream.close()
 
 
 def test_the_snapshot_is_the_model_of_the_publish_moment_bit_for_bit(tmp_path: Path) -> None:
@@ -52,10 +28,8 @@ def test_the_snapshot_is_the_model_of_the_publish_moment_bit_for_bit(tmp_path: P
         save_tiny_model(tmp_path / "llama", "llama", tied=False, **UNEVEN),
         save_tiny_model(tmp_path / "gpt2", "gpt2", vocab_size=97),  # layers are transposed
     ]
-    with two_ranks(tmp_path / "store", "equal", *models) as processes:
-        for p in processes:
-            _, err = p.communicate(timeout=300)
-            assert p.returncode == 0, err[-3000:]
+    with two_ranks(RANKS, tmp_path / "store", "equal", *models) as processes:
+        join(processes)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +43,7 @@ def test_the_snapshot_is_the_model_of_the_publish_moment_bit_for_bit(tmp_path: P
 def test_a_rank_that_ends_in_the_gather_ends_the_other_with_one_error(
     tmp_path: Path, victim: int, how: signal.Signals, says: str
 ) -> None:
-    with two_ranks(tmp_path / "store", "broken", victim, int(how)) as processes:
+    with two_ranks(RANKS, tmp_path / "store", "broken", victim, int(how)) as processes:
         out, err = processes[1 - victim].communicate(timeout=120)
         assert processes[1 - victim].returncode == 0, err[-3000:]
         seconds, first, *more = out.splitlines()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.learning import CriticConfig, KLConfig, LearnerConfig, OptimConfig
 from asyncrl.errors import ModelError
 from asyncrl.learner.policy.optim import apply_gradient, make_optimizer
+from tests.helpers.ranks import join, two_ranks
 from tests.helpers.tiny_model import VOCAB, make_batch, save_tiny_model
 from tests.learner.policies import (
     CASES,
@@ -226,25 +225,10 @@ def test_flash_attention_needs_a_gpu(model: Path) -> None:
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """Uneven work, shards without elements (the value head's bias), adapters, offloading."""
     folder = save_tiny_model(tmp_path / "model", "qwen3", tied=True)
-    store, out = tmp_path / "store", tmp_path / "out"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.learner.policies"]
-            + [str(a) for a in (rank, 2, store, folder, out)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    out = tmp_path / "out"
+    with two_ranks("tests.learner.policies", tmp_path / "store", folder, out) as processes:
         wanted = {case: train_once(folder, case, 0, 1) for case in CASES}
-        for p in processes:
-            _, err = p.communicate(timeout=240)
-            assert p.returncode == 0, err[-3000:]
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
+        join(processes)
     for number, (case, want) in enumerate(wanted.items()):
         with (
             np.load(f"{out}.{number}.0.npz") as first,

@@ -6,8 +6,6 @@ Every kind of loss, correction, estimator and regulariser in turn.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 
 from asyncrl.types import Version
 from tests.helpers.metric_names import undocumented
+from tests.helpers.ranks import join, two_ranks
 from tests.helpers.tiny_model import save_tiny_model
 from tests.learner.trained import (
     Captured,
@@ -115,6 +114,12 @@ def tolerance(variant: str) -> float:
 def test_any_split_gives_the_same_gradient(
     model: Path, variant: str, max_tokens: int, share_prompt: bool, checkpointing: bool
 ) -> None:
+    check_split(model, variant, max_tokens, share_prompt, checkpointing)
+
+
+def check_split(
+    model: Path, variant: str, max_tokens: int, share_prompt: bool, checkpointing: bool
+) -> None:
     overrides = [
         f"learner.max_tokens_per_microbatch={max_tokens}", "rollout.max_prompt_tokens=18",
         f"learner.share_prompt={str(share_prompt).lower()}",
@@ -135,6 +140,12 @@ OF_ONE_TOKEN = {
 TWO_RANKS = [v for v in VARIANTS if v not in OF_ONE_TOKEN]
 
 
+@pytest.mark.parametrize("variant", sorted(OF_ONE_TOKEN))
+def test_a_split_of_what_needs_no_second_rank(model: Path, variant: str) -> None:
+    """The others are split by `of_two_ranks`, so that each variant is, in every run."""
+    check_split(model, variant, 60, share_prompt=False, checkpointing=False)
+
+
 @pytest.fixture(scope="module")
 def of_two_ranks(
     model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -145,23 +156,10 @@ def of_two_ranks(
     small = "learner.max_tokens_per_microbatch=60"
     listed = [configured(*VARIANTS[v], small, "rollout.max_prompt_tokens=18") for v in TWO_RANKS]
     configs.write_text(json.dumps([c.model_dump(mode="json") for c in listed]))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.learner.two_ranks", str(rank), "2"]
-            + [str(a) for a in (folder / "store", model, folder / "out", configs)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for p in processes:
-            _, err = p.communicate(timeout=240)
-            assert p.returncode == 0, err[-3000:]
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
+    with two_ranks(
+        "tests.learner.two_ranks", folder / "store", model, folder / "out", configs
+    ) as processes:
+        join(processes)
     return {
         v: [_read(folder / f"out.{k}.{rank}") for rank in range(2)] for k, v in enumerate(TWO_RANKS)
     }
