@@ -7,17 +7,20 @@ GPU := $(shell test -d /proc/driver/nvidia/gpus && ls /proc/driver/nvidia/gpus 2
 KIND := $(if $(GPU),gpu,cpu)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
+# Whatever the environment says: what is imported is compiled once. torch and vLLM take twice as long else.
+export PYTHONDONTWRITEBYTECODE :=
 CONFIG ?= quickstart
 ARGS ?=
 BENCH ?= startup async_vs_sync peers buffer learner
 
-.PHONY: help run install install-dev bench-install bench test lint soak clean
+.PHONY: help run install install-dev bench-install bench test lint soak chaos clean
 
 help:
 	@echo "make run       install, then launch CONFIG=$(CONFIG) (ARGS='key=value ...' are passed on)"
 	@echo "make test      install, then linters, types, import rules and every test that needs no GPU"
 	@echo "make lint      ruff, mypy and the import rules alone"
 	@echo "make soak      the long proofs"
+	@echo "make chaos     one of them: a run whose parts are killed and stopped for CHAOS_S=600 seconds"
 	@echo "make bench     the benchmarks: BENCH='$(BENCH)' into bench/results/ (hours; ARGS=--quick: minutes)"
 	@echo "make clean     remove the environment and caches"
 
@@ -51,10 +54,13 @@ lint: install-dev
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -m "not gpu and not soak"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not soak"
 
 soak: install-dev
 	$(BIN)/python -m pytest -m soak --timeout 7200
+
+chaos: install-dev
+	$(BIN)/python -m pytest -m soak --timeout 7200 -s tests/runs/test_chaos.py
 
 $(VENV)/.installed-bench: $(VENV)/.installed-$(KIND) requirements/bench.txt
 	rm -rf $(VENV)/bench

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import zmq
 
 from asyncrl import wire
-from asyncrl.actors.weights import WeightService
+from asyncrl.actors.weight_service import WeightService
 from asyncrl.security import Keys, secure_client
 from asyncrl.types import Version
 
@@ -27,7 +27,8 @@ class Announcer:
     """Announces a weight service to `fleet_endpoint` while `run` is being awaited.
 
     `applied` tells what the engine runs. Whatever the service has served may have changed it, so
-    the announcer looks each time the service is idle again.
+    the announcer looks each time the service is idle again. An engine with 0 `workers` in the
+    transfer group, since it loads from its machine's relay, is told of but never sent anything.
     """
 
     def __init__(

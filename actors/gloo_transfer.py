@@ -1,10 +1,11 @@
-"""Worker side of the gloo weight transfer; imported by every vLLM worker of asyncrl.
+"""Worker side of the weight transfer; imported by every vLLM worker of asyncrl.
 
 vLLM imports this module in its workers because `WorkerExtension` is their extension class. That
 registers the "gloo" engine in time, and ties the engine's processes to the actor's.
 
-    trainer ──broadcast──► staging buffers ──(finish)──► layerwise reload ──► model
-                           the model is untouched        all or nothing
+    trainer ──broadcast──► staging buffers ──────┐
+    the machine's relay ──► its memory, mapped ──┴─(finish)──► loading.Loader ──► model
+                            the model is untouched             all or nothing
 
 A transfer that breaks midway leaves the old weights serving, on every worker of the engine:
 the model changes only in `finish_weight_update`, which runs after all workers have staged.
@@ -16,24 +17,24 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import time
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore
-from vllm.distributed.utils import create_tcp_store, init_gloo_process_group
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
+from asyncrl.actors.gloo_receiver import GlooReceiver, damaged
+from asyncrl.actors.loading import Loader
+from asyncrl.actors.relay.memory import mapped
 from asyncrl.actors.vllm_setup import HOST_PID_ENV
+from asyncrl.adapters import Adapters
 from asyncrl.roles import end_with
-from asyncrl.weights import ARRIVED, GO, TransferPlan, uses_loopback
+from asyncrl.weights import Bucket, TransferPlan
 
 
 @dataclass
@@ -51,7 +52,9 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """What one publication brings (see `TransferPlan`), in which buckets, by when (seconds).
 
-    `checksums` are those of the tensors as they were sent.
+    `checksums` are those of the tensors as they were sent; `adapters` says what to do with those
+    that travel without their base (`Adapters.to_info`). `path` is where the actor holds open what
+    its machine's relay has received: there is nothing to receive then.
     """
 
     names: list[str]
@@ -60,23 +63,29 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     bucket_bytes: int
     timeout_s: float
     checksums: list[int]
+    adapters: dict[str, Any] | None = None
+    path: str | None = None
     plan: TransferPlan = field(init=False)
+    merging: Adapters | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.plan = TransferPlan.from_info(vars(self))
+        self.merging = Adapters.from_info(self.adapters) if self.adapters is not None else None
 
 
 class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Receives a publication into staging buffers, then loads it in one go."""
+    """Stages a publication, received or mapped, then loads it in one go."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     supports_draft_weight_update = False
-    _staging: dict[str, torch.Tensor] | None = None
+    _merging: Adapters | None = None
+    """Of what is staged."""
+    _made: Loader | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.group: ProcessGroup | None = None
+        self.receiver, self.buffers = GlooReceiver(), Buffers()
         self.staged: list[tuple[str, torch.Tensor]] | None = None
         self.damaged: list[str] = []
         """Tensors of the last publication that did not arrive as they were sent."""
@@ -89,22 +98,8 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """
         self.shutdown()
         parallel = self.parallel_config
-        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        rank += init_info.rank_offset
-        if uses_loopback(init_info.master_address):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        timeout = timedelta(seconds=init_info.timeout_s)
-        store = create_tcp_store(
-            init_info.master_address, init_info.master_port,
-            world_size=init_info.world_size, is_master=False, wait_for_workers=False,
-            timeout=timeout,
-        )  # fmt: skip
-        store.set(ARRIVED.format(rank=rank), "")
-        if store.get(GO) != b"yes":
-            raise RuntimeError("gloo weight transfer: another member failed to join the group")
-        self.group = init_gloo_process_group(
-            PrefixStore("gloo", store), rank, init_info.world_size, timeout
-        )
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self.receiver.join(asdict(init_info), worker)
 
     def start_weight_update(self) -> None:
         """Forget what an earlier, abandoned publication staged."""
@@ -115,51 +110,50 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receive every bucket of the publication; the model is not touched.
+        """Receive every bucket of the publication, or map it; the model is not touched.
 
-        If a tensor did not arrive as it was sent, nothing is staged, and `damaged` names it.
+        If a tensor did not arrive as it was sent, nothing is staged, and `damaged` names it. What a
+        relay has sealed is as it was sent.
 
         Raises:
             RuntimeError: a peer left, or the deadline passed; the group is then of no use.
+            WeightSyncError: adapters came, and their base is not here; all others got them.
         """
-        if self.group is None:
-            raise RuntimeError("gloo weight transfer: not joined, or its group broke earlier")
-        plan, deadline = update_info.plan, time.monotonic() + update_info.timeout_s
-        flat = self._staging_for(plan)
-        try:
-            for bucket in plan.buckets(update_info.bucket_bytes):
-                options = BroadcastOptions()
-                options.rootRank = 0
-                options.timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-                part = flat[bucket.dtype][bucket.start : bucket.stop]
-                self.group.broadcast([part], options).wait()
-        except RuntimeError:
-            self.shutdown()  # half a bucket may be on the wire
-            self._staging = None
-            raise
-        self.damaged = _damaged(flat, update_info)
-        if self.damaged:
+        plan = update_info.plan
+        if update_info.path is not None:
+            self.damaged = []
+            self._stage(update_info, mapped(update_info.path, plan))
             return
-        self.staged = [
-            (slot.spec.name, flat[slot.spec.dtype][slot.start : slot.stop].view(slot.spec.shape))
-            for slot in plan.slots
-        ]
+        self.buffers.fit(plan)
+        try:
+            self.receiver.receive(
+                plan, self.buffers, bucket_bytes=update_info.bucket_bytes,
+                timeout_s=update_info.timeout_s,
+            )  # fmt: skip
+        except RuntimeError:
+            self.buffers = Buffers()  # somebody may still write to these
+            raise
+        self.damaged = damaged(plan, self.buffers.raw(), update_info.checksums)
+        if not self.damaged:
+            self._stage(update_info, self.buffers.flat)
 
-    def _staging_for(self, plan: TransferPlan) -> dict[str, torch.Tensor]:
-        """The buffers of the last publication, which is loaded and gone: to touch new memory would
-        cost as much as to receive into it.
-        """
-        flat = self._staging
-        if flat is None or {d: t.numel() for d, t in flat.items()} != plan.sizes:
-            flat = {d: torch.empty(n, dtype=getattr(torch, d)) for d, n in plan.sizes.items()}
-        self._staging = flat
-        return flat
+    def _stage(self, sent: GlooUpdateInfo, flat: Mapping[str, torch.Tensor]) -> None:
+        staged = [
+            (slot.spec.name, flat[slot.spec.dtype][slot.start : slot.stop].view(slot.spec.shape))
+            for slot in sent.plan.slots
+        ]
+        if sent.merging is not None:
+            self._loader().prepare(sent.merging)
+        self.staged, self._merging = staged, sent.merging
+
+    def _loader(self) -> Loader:
+        self._made = self._made or Loader(self.model, self.model_config)
+        return self._made
 
     def drop_staged(self) -> None:
         """Make the next `finish_weight_update` keep the old weights."""
         self.staged = []
 
-    @torch.no_grad()
     def finish_weight_update(self) -> None:
         """Load what was staged; the engine must be paused.
 
@@ -171,53 +165,36 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if staged is None:
             raise RuntimeError("gloo weight transfer: finish without a received publication")
         if staged:
-            reload_model(self.model, self.model_config, staged)
+            self._loader().load(staged, self._merging)
 
     def shutdown(self) -> None:
         """Leave the group; the engine goes on serving."""
-        self.group = None
+        self.receiver.leave()
         self.staged = None
 
 
-def _damaged(flat: dict[str, torch.Tensor], sent: GlooUpdateInfo) -> list[str]:
-    raw = {d: t.view(torch.uint8).numpy().data for d, t in flat.items()}
-    got = sent.plan.checksums(raw)
-    names = (spec.name for spec in sent.plan.params)
-    return [n for n, a, b in zip(names, got, sent.checksums, strict=True) if a != b]
+class Buffers:
+    """One flat buffer for each type. They are kept: what the last publication left there is loaded
+    and gone, and to touch new memory would cost as much as to receive into it."""
 
+    def __init__(self) -> None:
+        self.flat: dict[str, torch.Tensor] = {}
 
-def reload_model(
-    model: torch.nn.Module, model_config: Any, weights: list[tuple[str, torch.Tensor]]
-) -> None:
-    """Load checkpoint-format weights into a serving model.
+    def fit(self, plan: TransferPlan) -> None:
+        """Have room for a publication."""
+        if {d: t.numel() for d, t in self.flat.items()} != plan.sizes:
+            self.flat = {d: torch.empty(n, dtype=getattr(torch, d)) for d, n in plan.sizes.items()}
 
-    vLLM's CPU linear layers keep only a repacked copy of their weight, so a plain
-    `load_weights` would fail half-way: the layerwise reload rebuilds each layer and copies
-    the result over. A head tied to the embedding has a packed copy of its own, which that
-    reload does not know of.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+    def room(self, bucket: Bucket) -> torch.Tensor:
+        """The place of a bucket."""
+        return self.flat[bucket.dtype][bucket.start : bucket.stop]
 
-    heads = {n: m for n, m in model.named_modules() if isinstance(m, ParallelLMHead)}
-    tied = getattr(model_config.hf_config, "tie_word_embeddings", False)
-    initialize_layerwise_reload(model)
-    expected = {name for name, _ in model.named_parameters()}
-    loaded = model.load_weights(weights)  # type: ignore[operator]
-    finalize_layerwise_reload(model, model_config)
-    stale_heads = {n: m for n, m in heads.items() if tied and f"{n}.weight" not in (loaded or ())}
-    if loaded is not None:
-        missing = expected - loaded - {f"{n}.weight" for n in stale_heads}
-        if missing:
-            raise RuntimeError(
-                f"publication lacks {len(missing)} parameters of the engine's model, "
-                f"e.g. {min(missing)}"
-            )
-    for head in stale_heads.values():
-        head.quant_method.process_weights_after_loading(head)
+    def filled(self, bucket: Bucket, part: torch.Tensor) -> None:
+        """It is in its place."""
+
+    def raw(self) -> dict[str, memoryview]:
+        """The bytes of each buffer."""
+        return {d: t.view(torch.uint8).numpy().data for d, t in self.flat.items()}
 
 
 class WorkerExtension:

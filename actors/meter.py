@@ -27,11 +27,19 @@ class ActorMeter:
         values: dict[str, float] = self._shares.metrics() | {
             "throughput/gen_tok_s": (tokens - self._tokens) / (now - self._at),
             "actor/in_flight": loop.in_flight,
+            "actor/scoring": loop.scoring,
             "actor/generated_tokens": tokens,
+            "actor/discarded_tokens": loop.discarded_tokens,
             "actor/samples_pushed": loop.samples_pushed,
             "reward/timeouts": self._reward.timeouts,
             "reward/errors": self._reward.errors,
         }
+        values |= loop.ids.metrics()
+        if self._reward.no_number:
+            values["reward/no_number"] = self._reward.no_number
+        if loop.scored_failures:
+            values["reward/scored_failures"] = loop.scored_failures
+        values |= {f"failures/{kind}": n for kind, n in list(loop.failures.items())}
         if pushes > self._pushes:
             values["queue/put_wait_s"] = (push_s - self._push_s) / (pushes - self._pushes)
         share = self._idle.read()

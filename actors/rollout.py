@@ -16,32 +16,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from asyncrl import wire
+from asyncrl.actors.progress import Progress
+from asyncrl.actors.trajectories import build_trajectory
 from asyncrl.buffer.client import AsyncBufferClient
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DataError, EngineError, RewardError
 from asyncrl.idlog import IdLog
 from asyncrl.metrics import TimeShares
 from asyncrl.protocols import Engine, Generation, GenerationRequest, Scorer
-from asyncrl.types import (
-    NO_VERSION,
-    FailureKind,
-    Lease,
-    Prompt,
-    SampleHeader,
-    SampleId,
-    Trajectory,
-    Version,
-)  # fmt: skip
+from asyncrl.types import FailureKind, Lease, Prompt, SampleId, Version
 from asyncrl.waits import Waits
 
 log = logging.getLogger(__name__)
@@ -53,28 +42,6 @@ PROGRESS_EVERY_S = 2.0
 
 Encode = Callable[[Prompt], list[int]]
 """Token ids of a prompt."""
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What the buffer is told of a lease: a number that renews it when it grows."""
-
-    open: int
-    """Samples whose task has not ended."""
-    leaving: int = 0
-    """Samples that have left the engine and wait for their reward or their push."""
-    number: int = 0
-    told: int = 0
-
-    def report(self) -> bool:
-        """Whether the number grew since the last report.
-
-        Samples that queue for the reward or the buffer bring no tokens, and both have deadlines
-        of their own: each report counts one for them. One that is stuck in the engine gets none.
-        """
-        self.number += self.leaving > 0
-        grew, self.told = self.number > self.told, self.number
-        return grew
 
 
 class RolloutLoop:
@@ -94,13 +61,18 @@ class RolloutLoop:
         self.ids = ids
         self.waits = waits or Waits(name)
         self.generated_tokens = 0
+        self.discarded_tokens = 0  # of samples that failed, or that the buffer did not take
         self.samples_pushed = 0
         self.pushes, self.push_s = 0, 0.0  # answered, and how long they took altogether
+        self.scoring = 0  # samples that wait for their reward
         self.first_token = asyncio.Event()
         self.failures: dict[str, int] = {}
+        """Samples that failed, by kind."""
+        self.scored_failures = 0
+        """Samples whose reward failed and that have `rollout.reward_failure_score` instead."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking: set[asyncio.Task[wire.Leases]] = set()
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, Progress] = {}
         self._applied_changed = asyncio.Event()
         self._told_to_leave: wire.Leases | None = None
 
@@ -181,7 +153,7 @@ class RolloutLoop:
         return self.waits.on(f"leases for {room} samples", owner=owner)
 
     def _start(self, lease: Lease) -> None:
-        self._progress[lease.lease] = _Progress(open=len(lease.samples))
+        self._progress[lease.lease] = Progress(open=len(lease.samples))
         samples = [lease.group.sample(k) for k in lease.samples]
         for sample in samples:
             self.ids.add("dispatched", sample, lease.lease)
@@ -223,26 +195,41 @@ class RolloutLoop:
             f"{self.name}-{lease.lease}-{sample.sample}", prompt_ids,
             max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
         )  # fmt: skip
+        times = [time.monotonic()]
         with self.shares.state("generate"):
             generation = await self.engine.generate(request, lambda n: self._count(lease.lease, n))
+        times.append(time.monotonic())
         self._progress[lease.lease].leaving += 1
         try:
-            await self._deliver(lease, sample, prompt_ids, generation)
+            became = await self._deliver(lease, sample, prompt_ids, generation, times)
+            tokens = len(generation.response_ids)
+            self.discarded_tokens += 0 if became == "accepted" else tokens
+            self._trace(lease, sample, times, became, tokens)
         finally:
             self._progress[lease.lease].leaving -= 1
 
     async def _deliver(
-        self, lease: Lease, sample: SampleId, prompt_ids: tuple[int, ...], generation: Generation
-    ) -> None:
-        """Score and push."""
+        self, lease: Lease, sample: SampleId, prompt_ids: tuple[int, ...], generation: Generation,
+        times: list[float],
+    ) -> str:  # fmt: skip
+        """Score and push; what became of the sample. `times` gets the end of each."""
+        self.scoring += 1
         try:
             with self.shares.state("reward"), self.waits.on("a reward", "the reward's processes"):
                 value = await self.reward.score(
                     lease.prompt, generation.text, str(generation.finish_reason)
                 )
         except RewardError as e:
-            await self._fail(lease, sample, FailureKind.REWARD, str(e))
-            return
+            if self.config.rollout.reward_failure == "drop":
+                times.append(time.monotonic())
+                await self._fail(lease, sample, FailureKind.REWARD, str(e))
+                return "failed"
+            value = self.config.rollout.reward_failure_score
+            self.scored_failures += 1
+            log.warning("sample %s is scored %g: %s", tuple(sample), value, e)
+        finally:
+            self.scoring -= 1
+        times.append(time.monotonic())
         trajectory = build_trajectory(
             sample, lease.lease, self.name, prompt_ids, generation, value,
             self.config.rollout.temperature,
@@ -250,10 +237,22 @@ class RolloutLoop:
         began = time.monotonic()
         with self.shares.state("put_wait"), self.waits.on("a push", owner="buffer-0"):
             status = await self.client.push(wire.pack_trajectory(trajectory))
-        self.pushes, self.push_s = self.pushes + 1, self.push_s + time.monotonic() - began
+        times.append(time.monotonic())
+        self.pushes, self.push_s = self.pushes + 1, self.push_s + times[-1] - began
         self.samples_pushed += 1
         self.ids.add(f"pushed-{status}", sample, lease.lease)
         self.ids.flush()
+        return status
+
+    def _trace(
+        self, lease: Lease, sample: SampleId, times: list[float], became: str, tokens: int
+    ) -> None:
+        """A line of the trace: when it was leased, generated, scored and pushed."""
+        name = "/".join(map(str, sample))
+        self.shares.spans.add(
+            "sample", name, times[0], times[-1], id=sample, lease=lease.lease, ends=times[1:],
+            became=became, tokens=tokens,
+        )  # fmt: skip
 
     def _count(self, lease: int, tokens: int) -> None:
         self._progress[lease].number += tokens
@@ -275,42 +274,3 @@ class RolloutLoop:
             if grown:
                 await self.client.progress(self.name, grown)
             self.ids.flush()
-
-
-def build_trajectory(
-    sample: SampleId, lease: int, actor: str, prompt_ids: tuple[int, ...],
-    generation: Generation, reward: float, temperature: float,
-) -> Trajectory:  # fmt: skip
-    """The trajectory of a generation: every response token is a policy token.
-
-    The header's lowest and highest version are those by number: after a restart of the learner
-    from a checkpoint, tokens of the later incarnation may have the lower number.
-
-    Raises:
-        EngineError: the engine returned no token, or a token without a version.
-    """
-    length = len(generation.response_ids)
-    if length < 1:
-        raise EngineError(f"the engine returned no token for sample {tuple(sample)}")
-    if (generation.versions == NO_VERSION).any():
-        raise EngineError(f"sample {tuple(sample)} has tokens without a version")
-    by_number = set(
-        zip(generation.versions.tolist(), generation.incarnations.tolist(), strict=True)
-    )
-    (v_min, i_min), (v_max, i_max) = min(by_number), max(by_number)
-    if not math.isfinite(reward):
-        raise ValueError(f"reward {reward} of sample {tuple(sample)} is not finite")
-    header = SampleHeader(
-        id=sample, lease=lease, actor=actor, prompt_tokens=len(prompt_ids),
-        response_tokens=length, policy_tokens=length, version_min=Version(i_min, v_min),
-        version_max=Version(i_max, v_max), version_dispatch=generation.version_dispatch,
-        version_finish=generation.version_finish, reward=float(reward),
-        finish_reason=generation.finish_reason, temperature=temperature,
-        kv_mixed=generation.kv_mixed,
-    )  # fmt: skip
-    return Trajectory(
-        header=header, prompt_ids=np.asarray(prompt_ids, np.int32),
-        response_ids=generation.response_ids, behaviour_logprobs=generation.logprobs,
-        versions=generation.versions, incarnations=generation.incarnations,
-        loss_mask=np.ones(length, np.uint8),
-    )  # fmt: skip

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
+from asyncrl.actors.engine_memory import EngineMemory
 from asyncrl.actors.in_flight import InFlight
 from asyncrl.actors.vllm_parts import Parts
 from asyncrl.actors.vllm_setup import (
@@ -64,6 +65,8 @@ class VllmEngine:
         self._applied = version
         self.in_flight = InFlight()
         self._processes: list[psutil.Process] = []
+        self._cores: list[Any] = []
+        self._memory = EngineMemory()
         self._failed: str | None = None
         self._closed = False
         self._open = 0  # requests under way
@@ -89,6 +92,7 @@ class VllmEngine:
 
         Raises:
             EngineError: vLLM refused the model or the settings, with its own words.
+            EngineMemoryError: there is no room for them.
         """
         prepare_environment(device=device, threads=threads, eager=config.engine.enforce_eager)
         with warnings.catch_warnings():
@@ -104,9 +108,11 @@ class VllmEngine:
             with forked_core() if fork else contextlib.nullcontext():
                 engine._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as e:
-            raise EngineError(f"vLLM did not start with {model_path}: {e}") from e
+            raise engine._memory.start_error(model_path, e) from e
         try:
             pids = await engine._llm.collective_rpc("asyncrl_pids")
+            if manager := engine._llm.engine_core.resources.engine_manager:
+                engine._cores = list(manager.processes)
             engine._processes = [psutil.Process(p) for p in sorted({p for w in pids for p in w})]
             await engine._llm.update_weight_version(str(version))
         except Exception as e:
@@ -147,6 +153,10 @@ class VllmEngine:
             if (stalled > self._stall_s)
             else None
         )
+
+    def memory_fault(self) -> str:
+        """Why a dead engine has run out of memory, in words; "" if that is not why."""
+        return self._memory.fault([core.exitcode for core in self._cores])
 
     async def died(self, poll_s: float = 0.25) -> str:
         """Wait until the engine is dead; returns why."""

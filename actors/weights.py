@@ -1,4 +1,4 @@
-"""The actor's side of a publication: a state machine over the engine, and its control socket.
+"""The actor's side of a publication: a state machine over the engine.
 
     learner rank 0 ──WeightsInit──► join      whenever the group is another one
                    ──WeightsBegin─► begin    pause, as in_flight.py says
@@ -15,26 +15,20 @@ group: the same version, or a newer one, then comes through that.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-import zmq
-import zmq.asyncio
-
-from asyncrl import wire
+from asyncrl.adapters import bytes_to_load
 from asyncrl.errors import (
     AlreadyAppliedError,
-    AsyncRLError,
     DamagedWeightsError,
     EngineError,
     WeightSyncError,
-    WireError,
 )
 from asyncrl.metrics import TimeShares
-from asyncrl.protocols import WeightSubscriber
-from asyncrl.security import MAX_CONTROL_BYTES, Keys, secure_server
 from asyncrl.types import Version
-from asyncrl.weights import TransferPlan, publication_deadline_s
+from asyncrl.weights import publication_deadline_s
 
 STEP_MARGIN_S = 10.0
 """Seconds beyond a publication's deadline before a step counts as stuck: the collective
@@ -84,6 +78,10 @@ class EngineWeights:
         self._deadline_s = timeout_s
         self._watchdog: asyncio.Task[None] | None = None
         self._steps = asyncio.Lock()  # one at a time, giving up included
+        self._paused_at = 0.0
+        self._timings: dict[str, float] = {}
+        self._taken = False
+        self._skipped = 0
 
     @property
     def _state(self) -> str:
@@ -103,6 +101,11 @@ class EngineWeights:
     def updating(self) -> bool:
         """Whether an update is under way."""
         return self._state not in ("idle", "broken")
+
+    def metrics(self) -> dict[str, float]:
+        """sync/skipped so far; once of each update, sync/pause_s and sync/load_s."""
+        timings, self._timings = self._timings, {}
+        return {"sync/skipped": float(self._skipped), **timings}
 
     async def join(self, info: Mapping[str, Any]) -> None:
         """Join the transfer group described by the publisher; leaves an earlier one.
@@ -138,7 +141,7 @@ class EngineWeights:
             self._unwatch()
             self._deadline_s, self._version = self._timeout_s + self._drain_s, version
             if self._state == "idle":
-                self._state = "begun"
+                self._state, self._paused_at = "begun", time.monotonic()
                 await self._step("begin", self._engine.begin_update())
             self._watch()
 
@@ -146,8 +149,12 @@ class EngineWeights:
         """Take part in the collective; afterwards every worker holds the whole version."""
         async with self._steps:
             self._expect("receive", "begun")
-            nbytes = TransferPlan.from_info(info).nbytes
             self._unwatch()
+            try:
+                nbytes = bytes_to_load(info)
+            except Exception as e:  # the next try would begin again, and find it paused
+                await self._give_up(f"receive failed: {e!r}")
+                raise
             self._deadline_s = publication_deadline_s(self._timeout_s, nbytes)
             await self._step("receive", self._engine.receive_update(info))
             self._state = "received"
@@ -160,9 +167,11 @@ class EngineWeights:
             if version != self._version:
                 raise WeightSyncError(f"commit of {version}, but {self._version} was begun")
             self._unwatch()
+            before, began = self._engine.applied, time.monotonic()
             self._state = "committing"
             await self._step("commit", self._engine.commit_update(version))
             self._state = "idle"
+            self._note(before, version, began)
             if self._on_applied is not None:
                 self._on_applied(version)
 
@@ -172,6 +181,17 @@ class EngineWeights:
             self._unwatch()
             if self._state in ("begun", "received"):
                 await self._give_up("the actor is closing")
+
+    def _note(self, before: Version, version: Version, load_began: float) -> None:
+        now = time.monotonic()
+        self._timings = {
+            "sync/pause_s": now - self._paused_at,
+            "sync/load_s": now - load_began,
+        }
+        # What came before this process's first update, it was not there to take.
+        if self._taken and before.incarnation == version.incarnation:
+            self._skipped += version.version - before.version - 1
+        self._taken = True
 
     def _expect(self, step: str, *states: str) -> None:
         if self._state == "broken":
@@ -188,8 +208,9 @@ class EngineWeights:
             EngineError: it failed, and the engine with it.
         """
         try:
-            async with asyncio.timeout(self._deadline_s + STEP_MARGIN_S):
-                await work
+            with self._shares.spans.span("weights", name, version=str(self._version)):
+                async with asyncio.timeout(self._deadline_s + STEP_MARGIN_S):
+                    await work
         except TimeoutError:
             # The workers are stuck in the call: nothing else can be asked of them.
             reason = f"weight update: {name} took over {self._deadline_s + STEP_MARGIN_S:.0f} s"
@@ -230,87 +251,3 @@ class EngineWeights:
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
-
-
-class WeightService:
-    """Serves a subscriber to the learner: one ROUTER socket, one request at a time.
-
-    Failures go back as `wire.Error`; the service itself goes on. Should it end all the same,
-    `wait` says why. `on_idle`, when set, is called after each request served.
-    """
-
-    def __init__(
-        self, subscriber: WeightSubscriber, host: str = "127.0.0.1", keys: Keys | None = None
-    ) -> None:
-        self._subscriber = subscriber
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
-        self.gate = secure_server(self._socket, keys)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = f"tcp://{host}:{port}"
-        self._task: asyncio.Task[None] | None = None
-        self._serving = False
-        self.on_idle: Callable[[], None] | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether a request would be taken up at once: none is being served."""
-        return not self._serving
-
-    def start(self) -> None:
-        """Serve in a task of the running loop."""
-        self._task = asyncio.create_task(self._serve())
-
-    async def wait(self) -> None:
-        """Wait until the started service ends, which only `close` or a bug makes it do.
-
-        Raises:
-            Exception: what ended it.
-        """
-        assert self._task is not None, "start() comes first"
-        await asyncio.shield(self._task)  # whoever waits may be cancelled, the service goes on
-
-    async def close(self) -> None:
-        """Stop serving."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._socket.close()
-        self._context.term()
-
-    async def _serve(self) -> None:
-        while True:
-            peer, *frames = await self._socket.recv_multipart()
-            self._serving = True
-            reply = await self._answer(frames)
-            await self._socket.send_multipart([peer, *wire.encode(reply)])
-            self._serving = False
-            if self.on_idle is not None:
-                self.on_idle()
-
-    async def _answer(self, frames: list[bytes]) -> wire.Message:
-        req = 0
-        try:
-            message, _ = wire.decode(frames)
-            req = message.req
-            await self._dispatch(message)
-        except AsyncRLError as e:
-            return wire.Error(req=req, error=type(e).__name__, message=str(e))
-        except Exception as e:
-            return wire.Error(req=req, error="EngineError", message=f"{type(e).__name__}: {e}")
-        return wire.Ok(req=req)
-
-    async def _dispatch(self, message: wire.Message) -> None:
-        match message:
-            case wire.WeightsInit():
-                await self._subscriber.join({**message.info, "rank_offset": message.rank_offset})
-            case wire.WeightsBegin():
-                await self._subscriber.begin(message.version)
-            case wire.WeightsReceive():
-                await self._subscriber.receive(message.info)
-            case wire.WeightsCommit():
-                await self._subscriber.commit(message.version)
-            case _:
-                raise WireError(f"{type(message).__name__} is not for the weight service")

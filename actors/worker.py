@@ -16,18 +16,20 @@ import logging
 import time
 
 from asyncrl import tasks
-from asyncrl.actors.announce import Announcer
 from asyncrl.actors.evaluate import evaluate
+from asyncrl.actors.intake import WeightIntake
 from asyncrl.actors.meter import ActorMeter
 from asyncrl.actors.rewards import InlineReward, RewardWorker
 from asyncrl.actors.rollout import RolloutLoop
 from asyncrl.actors.tokens import encode_prompt
 from asyncrl.buffer.client import AsyncBufferClient, patience_s
 from asyncrl.config.schema import Config
-from asyncrl.errors import DeadlineError, EngineError
+from asyncrl.errors import DeadlineError, EngineError, EngineMemoryError
+from asyncrl.gpu import gpu_meter
 from asyncrl.hub import HubClient
 from asyncrl.idlog import IdLog
-from asyncrl.metrics import TimeShares
+from asyncrl.metrics import TimeShares, process_began
+from asyncrl.out_of_memory import SETTINGS
 from asyncrl.pulse import Pulse
 from asyncrl.roles import RoleSettings
 from asyncrl.types import INITIAL, Prompt, Version
@@ -36,8 +38,6 @@ from asyncrl.waits import Waits
 log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
-LEAVE_QUIET_S = 1.0
-"""An actor that leaves is in no publication when its weight service had no request for so long."""
 LAST_VERSION_S = 10.0
 """How long the last version may be on its way: the learner has sent it before it says "done"."""
 
@@ -48,7 +48,8 @@ class ActorWorker:
     def __init__(self, config: Config, settings: RoleSettings) -> None:
         self.config = config
         self.settings = settings
-        self.shares = TimeShares()
+        spans = settings.span_log(config.trace.kept_mib)
+        self.shares = TimeShares(since=process_began(), spans=spans)
         self.waits = Waits(settings.name, warn_s=config.log.wait_warn_s)
 
     async def setup(self) -> None:
@@ -58,7 +59,6 @@ class ActorWorker:
             EngineError, UserError: vLLM or the reward function cannot be started.
         """
         from asyncrl.actors.vllm_engine import VllmEngine
-        from asyncrl.actors.weights import EngineWeights, WeightService
 
         s = self.settings
         began = time.monotonic()
@@ -81,12 +81,12 @@ class ActorWorker:
         self.ids = IdLog(s.ids_path)
         self._applied_event = asyncio.Event()
         self.loop: RolloutLoop | None = None
-        self.subscriber = EngineWeights(
-            self.engine, timeout_s=self.config.weights.timeout_s,
-            staged=s.weight_backend == "gloo", drain_s=self.config.weights.drain_s,
-            on_applied=self._on_applied, shares=self.shares,
+        self.weights = WeightIntake(
+            self.config, s, self.engine, shares=self.shares, on_applied=self._on_applied,
+            on_failure=lambda version, reason: self._event(
+                "weights_not_loaded", not_loaded=str(version), reason=reason
+            ),
         )  # fmt: skip
-        self.weights = WeightService(self.subscriber, host=s.host, keys=s.keys)
         self._startup("reward", began)
 
     async def run(self, buffer: str, fleet: str, at_least: Version, first: bool) -> None:
@@ -100,6 +100,7 @@ class ActorWorker:
 
         Raises:
             EngineError, DeadlineError: the engine, the buffer or a version is missing.
+            EngineMemoryError: the engine ran out of memory.
         """
         s = self.settings
         self.client = AsyncBufferClient(
@@ -112,12 +113,7 @@ class ActorWorker:
             waits=self.waits,
         )  # fmt: skip
         self.pulse = self._make_pulse()
-        self.weights.start()
-        self.announcer = Announcer(
-            fleet, self.weights, name=s.name, workers=self.config.engine.tensor_parallel,
-            applied=lambda: self.engine.applied, keys=s.keys,
-        )  # fmt: skip
-        self._announcing: asyncio.Task[None] | None = None
+        self.weights.start(fleet)
         await self.client.hello()
         background = [
             asyncio.create_task(self._watch_engine()),
@@ -131,6 +127,10 @@ class ActorWorker:
                     task.result()
                     raise EngineError(f"{s.name}: a background task ended early")
             await main
+        except EngineError as e:
+            if why := self.engine.memory_fault():
+                raise EngineMemoryError(f"{s.name}: {why}: {SETTINGS}") from e
+            raise
         finally:
             for task in (main, *background):
                 task.cancel()
@@ -154,7 +154,7 @@ class ActorWorker:
             for task in (evaluated, told):
                 task.cancel()
         if reply.leave:
-            await self._take_leave()
+            await self.weights.leave(self.waits)
             return
         final, evaluate = reply.final, reply.evaluate
         if reply.state == "stopping":
@@ -163,7 +163,7 @@ class ActorWorker:
         known = first and evals.at_start and final == INITIAL  # nothing was trained
         if final is not None and evaluate and evals.at_end and evals.samples and not known:
             what = f"the last version, {final}"
-            with self.waits.on(what, owner="learner-0", deadline_s=LAST_VERSION_S):
+            with self.waits.on(what, self.weights.sender, LAST_VERSION_S):
                 came = await self._reaches(final, LAST_VERSION_S)
             if came:
                 await self._evaluate(reply.actors)
@@ -181,24 +181,7 @@ class ActorWorker:
         """Evaluate version 0 if asked to, then take part in publications."""
         if evaluate:
             await self._evaluate()
-        self._announcing = asyncio.create_task(self.announcer.run())
-
-    async def _take_leave(self) -> None:
-        """Take part in no further publication, and end the one under way: others are in it.
-
-        Between two requests of a publication nothing tells that it goes on, so a little quiet is
-        waited for. Who leaves all the same is cut out, which costs the others a second try.
-        """
-        self.announcer.leave()
-        timeout = self.config.weights.timeout_s + self.config.weights.drain_s
-        now = quiet_since = time.monotonic()
-        deadline = now + timeout
-        with self.waits.on("the end of a weight update", "learner-0", timeout):
-            while now - quiet_since < LEAVE_QUIET_S and now < deadline:
-                await asyncio.sleep(STOP_POLL_S)
-                now = time.monotonic()
-                if self.subscriber.updating or not self.weights.ready:
-                    quiet_since = now
+        self.weights.introduce()
 
     async def _serve_until_done(self) -> tuple[Version | None, bool]:
         """Take weights while the learner ends; the last version, and whether to evaluate it.
@@ -207,10 +190,11 @@ class ActorWorker:
         """
         timeout = self.config.weights.timeout_s * 10
         seen, deadline = None, time.monotonic() + timeout
-        with self.waits.on("the end of the run", owner="learner-0", deadline_s=timeout):
+        with self.waits.on("the end of the run", "learner-0", timeout) as wait:
             while (stats := await self.client.stats()).state != "done":
                 if stats.counts != seen:
                     seen, deadline = stats.counts, time.monotonic() + timeout
+                    wait.renew(timeout)
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"{self.settings.name} waited {timeout:.0f} s after the stop for learner-0 "
@@ -223,14 +207,17 @@ class ActorWorker:
         """Wait for the learner to send what it has published, unless the run ends first."""
         weights, what = self.config.weights, f"the current version, {version}"
         timeout = 2 * weights.timeout_s + weights.drain_s
+        if version.incarnation > self.engine.applied.incarnation:  # the learner is being set up
+            timeout += self.config.cluster.ready_timeout_s
         deadline = time.monotonic() + timeout
-        with self.waits.on(what, owner="learner-0", deadline_s=timeout):
+        sender = self.weights.sender
+        with self.waits.on(what, owner=sender, deadline_s=timeout):
             while not await self._reaches(version, STOP_POLL_S):
                 if (await self.client.stats()).state == "done":
                     return
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"{self.settings.name} waited {timeout:.0f} s for learner-0 to send "
+                        f"{self.settings.name} waited {timeout:.0f} s for {sender} to send "
                         f"{what}; it still runs {self.engine.applied}"
                     )
 
@@ -288,7 +275,10 @@ class ActorWorker:
         meter = ActorMeter(self.loop, self.reward, self.shares)
         return Pulse(
             self.hub, waits=self.waits,
-            metrics=[meter.read, self.engine.metrics, self.weights.gate.metrics],
+            metrics=[
+                meter.read, self.engine.metrics, self.weights.metrics, self.shares.spans.flush,
+                *([gpu_meter()] if self.settings.device == "cuda" else []),
+            ],
             position=lambda: (self._step_of(self.engine.applied), self.engine.applied),
             children=True,
         )  # fmt: skip
@@ -297,10 +287,6 @@ class ActorWorker:
         """End the engine, the reward worker and every socket; safe to call twice."""
         if self.loop is not None:
             self.pulse.close()
-            if self._announcing is not None:
-                self._announcing.cancel()
-                await asyncio.gather(self._announcing, return_exceptions=True)
-            self.announcer.close()
         for part in (self.weights.close, self.reward.close, self.engine.shutdown):
             try:
                 async with asyncio.timeout(20):

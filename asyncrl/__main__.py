@@ -15,9 +15,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ASYNCRL_TRACEBACK=1 shows their tracebacks.
     """
     from asyncrl.cli import app
+    from asyncrl.cli.launch import with_resumed
 
     try:
-        app(args=list(sys.argv[1:] if argv is None else argv), prog_name="asyncrl")
+        app(args=with_resumed(sys.argv[1:] if argv is None else argv), prog_name="asyncrl")
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else int(e.code is not None)
     except KeyboardInterrupt:

@@ -50,6 +50,16 @@ class StoreError(AsyncRLError, RuntimeError):
     exit_code = 2
 
 
+class DamagedStoreError(StoreError):
+    """The store is gone, or holds what cannot be trusted."""
+
+
+class CheckpointError(AsyncRLError, RuntimeError):
+    """A checkpoint is missing, damaged or cannot be written; names the file, says what to do."""
+
+    exit_code = 2
+
+
 class LedgerError(AsyncRLError, RuntimeError):
     """A caller asked the ledger for something its state forbids."""
 
@@ -64,6 +74,12 @@ class StalenessError(AsyncRLError, RuntimeError):
 
 class EngineError(AsyncRLError, RuntimeError):
     """The inference engine failed or was asked for something it cannot do."""
+
+
+class EngineMemoryError(EngineError, MemoryError):
+    """The engine found no memory, or was killed for it; names the settings that take it."""
+
+    exit_code = 2
 
 
 class WeightSyncError(AsyncRLError, RuntimeError):
@@ -86,8 +102,16 @@ class RoleDiedError(AsyncRLError, RuntimeError):
     """A role's process ended although the run had not; the message names its log."""
 
 
+class RoleFailedError(RoleDiedError):
+    """A role raised what nobody foresaw; it may only have met the end of another one."""
+
+
 class RewardError(AsyncRLError, RuntimeError):
     """A reward function failed or did not return a finite number; the sample has no reward."""
+
+
+class RewardValueError(RewardError, ValueError):
+    """A reward function returned something that is no finite number: NaN, say."""
 
 
 class RewardTimeout(RewardError, TimeoutError):

@@ -102,12 +102,13 @@ class Hub:
         run_id: stamped on each record.
         host: address to bind.
         keys: CURVE keys; None is plain text.
+        began_at_s: `wall_s` to begin with: where a former launch of the run ended.
         queue_records: how many records may wait for a sink that is not lossless.
     """
 
     def __init__(
         self, sinks: Sequence[MetricSink], *, run_id: str, host: str = "127.0.0.1",
-        keys: Keys | None = None,
+        keys: Keys | None = None, began_at_s: float = 0.0,
         listeners: Sequence[Listener] = (), queue_records: int = QUEUE_RECORDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -115,7 +116,7 @@ class Hub:
         self._outlets = [Outlet(sink, queue_records) for sink in sinks]
         self._run_id = run_id
         self._clock = clock
-        self._started = clock()
+        self._started = clock() - began_at_s
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 100_000)
@@ -177,6 +178,10 @@ class Hub:
         values = {f"hub/sink_dropped/{o.name}": float(o.dropped) for o in self._outlets}
         values["hub/malformed"] = float(self.malformed)
         return {name: value for name, value in values.items() if value} | self._gate.metrics()
+
+    def troubles(self) -> dict[str, str]:
+        """Of each sink that loses records now: why, in a line."""
+        return {o.name: o.trouble for o in self._outlets if o.trouble}
 
     def drain(self) -> None:
         """Take what is still queued at the socket, and listen no more; `write` goes on."""

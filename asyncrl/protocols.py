@@ -3,7 +3,7 @@
 Engine            what an actor generates with            actors/vllm_engine.py
 Reward            the function that scores a response     actors/rewards/functions.py
 Scorer            what the actor asks for a reward        actors/rewards/worker.py
-WeightSubscriber  how an engine takes new weights         actors/weights.py
+WeightSubscriber  how an engine or relay takes weights    actors/weights.py, relay/receiver.py
 WeightPublisher   how the learner sends them              learner/publication/publish.py
 MetricSink        where records go                        asyncrl/sinks.py
 """
@@ -110,6 +110,18 @@ class WeightPublisher(Protocol):
             WeightSyncError: the previous publication is stuck. That an actor did not take a
                 version is no error here: it gets it, or a newer one, later.
         """
+
+    def finish(self, timeout_s: float) -> list[str]:
+        """Wait until all have applied the last version; names of those that have not in time."""
+
+    def take_timings(self) -> dict[str, float]:
+        """Metrics of the publication that left since the last call (docs/metrics.md, sync/*)."""
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """What happened to actors since the last call, for events.jsonl."""
+
+    def waiting_for(self) -> str:
+        """Phase and names of whom a publication waits for; "" when idle."""
 
     def close(self) -> None:
         """Wait for the last publication and leave the group."""

@@ -16,6 +16,7 @@ from typing import TypeVar
 import psutil
 
 from asyncrl.hub import HubClient
+from asyncrl.metrics import process_began
 from asyncrl.types import Version
 from asyncrl.waits import Waits
 
@@ -42,7 +43,7 @@ class ProcessMeter:
         self._known: list[psutil.Process] = [self._me]
         self._looked = float("-inf")
         self._cpu: dict[psutil.Process, float] = {}
-        self._at = time.monotonic()
+        self._began, self._at = process_began(), time.monotonic()
         self._look()
 
     def _look(self) -> None:
@@ -56,7 +57,7 @@ class ProcessMeter:
                 self._cpu[process] = _cpu_s(process) or 0.0
 
     def read(self) -> dict[str, float]:
-        """`host/rss_bytes` now and `host/cpu_frac` since the last reading."""
+        """`host/rss_bytes` and `host/age_s` now, `host/cpu_frac` since the last reading."""
         now, rss, spent = time.monotonic(), 0.0, 0.0
         cpu: dict[psutil.Process, float] = {}
         for process in self._known:
@@ -66,7 +67,7 @@ class ProcessMeter:
             spent += used - self._cpu[process]
             cpu[process] = used
             rss += _rss(process)
-        values = {"host/rss_bytes": rss}
+        values = {"host/rss_bytes": rss, "host/age_s": now - self._began}
         if now - self._at >= SHORT_S:
             values["host/cpu_frac"] = spent / (now - self._at)
         self._cpu, self._at, self._known = cpu, now, list(cpu)
@@ -142,6 +143,14 @@ class Pulse:
             values, step=step, version=version.version, incarnation=version.incarnation,
             waits=self._waits.open(),
         )  # fmt: skip
+        for passed in self._waits.take_passed():
+            self._client.emit(
+                step=step, version=version.version, incarnation=version.incarnation,
+                event={
+                    "event": "deadline_passed", "what": passed.what, "on": passed.on,
+                    "waited_s": round(passed.age_s, 1),
+                },
+            )  # fmt: skip
 
     def _guarded(self, call: Callable[..., T], *arguments: object) -> T | None:
         """The result, or None and, once for each callable, its traceback in the log."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from asyncrl.types import Envelope, SampleId, Trajectory, Version
 
 INDEX = "index.jsonl"
 
-Outcome = Literal["trained", "dropped_stale", "filtered", "failed", "held"]
+Outcome = Literal["trained", "dropped_stale", "filtered", "failed", "held", "requeued"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """As in the header: the lowest by number."""
     version_max: Version
     outcome: Outcome
-    """failed: its group was given up. held: the run ended first."""
+    """failed: its group was given up. held: the run ended first. requeued: its incarnation ended
+    before a batch had it (`buffer.prior_incarnation=drop`), and it is produced again."""
     incarnation: int
     """Of the learner when the sample's fate was settled."""
     version: int | None
@@ -69,6 +71,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     time: float
     """When its fate was settled, in seconds since 1970."""
+    crc: int | None = None
+    """CRC-32 of those bytes; null in recordings of before there was one."""
 
     @property
     def head_staleness(self) -> int | None:
@@ -118,8 +122,11 @@ class Recorded:
         try:
             with open(self.folder / self.entry.file, "rb") as file:
                 file.seek(self.entry.offset)
-                return decode_sample(file.read(self.entry.bytes))
-        except (OSError, WireError) as e:
+                data = file.read(self.entry.bytes)
+            if self.entry.crc is not None and zlib.crc32(data) != self.entry.crc:
+                raise WireError("they are damaged, their checksum is not that of the index")
+            return decode_sample(data)
+        except (OSError, ValueError, WireError) as e:
             where = f"{self.folder / self.entry.file} at byte {self.entry.offset}"
             raise DataError(f"{where}: the frames of {self.entry.id} cannot be read: {e}") from e
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl.checkpoints import ResumePoint
 from asyncrl.security import Keys
+from asyncrl.spans import SpanLog, span_log
 
 INTERRUPTED = "interrupted"
 """The reason of a stop that the user asked for: no last version is evaluated after it."""
@@ -25,7 +27,7 @@ class RoleSettings:
     'actor-0'
     """
 
-    role: Literal["buffer", "actor", "learner"]
+    role: Literal["buffer", "actor", "learner", "relay"]
     rank: int
     world: int
     """Processes of this role."""
@@ -50,6 +52,10 @@ class RoleSettings:
     """Whether the reward runs in the actor's own process, where a debugger can stop in it."""
     keys: Keys | None = None
     """Of the data plane; None: plain text."""
+    relay: str = ""
+    """Where its machine's receiver offers weights; "" where they are broadcast to actors."""
+    resume: ResumePoint | None = None
+    """Learner: where it goes on; None is the start of a run."""
 
     @property
     def name(self) -> str:
@@ -60,6 +66,10 @@ class RoleSettings:
     def ids_path(self) -> str:
         """Its list of sample ids."""
         return os.path.join(self.run_dir, "logs", f"{self.name}.ids.tsv")
+
+    def span_log(self, max_mib: float | None) -> SpanLog:
+        """Where its process notes what it does when; None: nowhere."""
+        return span_log(self.run_dir, self.role, self.rank, self.run_id, max_mib)
 
 
 def end_with(*pids: int, first: Callable[[], None] = lambda: None) -> None:

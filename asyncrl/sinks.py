@@ -9,15 +9,15 @@ may say `lossless = True` (the run's files): its queue has no bound.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
+from asyncrl.disk import LineFile, trouble
 from asyncrl.protocols import MetricSink
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class Outlet:
         self.name = type(sink).__name__
         self.dropped = 0
         """Records that the sink lost: no room, or its `write` failed."""
+        self.trouble = ""
+        """Why it loses records now, in a line; "" while it takes them."""
         self._sink = sink
         self._limit = None if getattr(sink, "lossless", False) else limit
         self._queue: deque[Line] = deque()
@@ -98,10 +100,15 @@ class Outlet:
         while (line := self._next()) is not None:
             try:
                 self._sink.write(line)
+                self.trouble = ""
             except Exception as e:
-                if not self._failed:
-                    self._failed = True
-                    log.exception("metric sink %s failed; it is tried again", self.name)
+                if isinstance(e, OSError) and e.filename is not None:
+                    why = trouble(e.filename, e)
+                else:
+                    why = f"metric sink {self.name} failed ({type(e).__name__}: {e})"
+                    if not self._failed:
+                        log.exception("metric sink %s failed; it is tried again", self.name)
+                self._failed, self.trouble = True, f"{why}; records are lost until then"
                 with self._changed:
                     self._lose(f"{type(e).__name__}: {e}")
         try:
@@ -116,9 +123,7 @@ class JsonlSink:
     lossless = True
 
     def __init__(self, metrics_path: str, events_path: str) -> None:
-        # No buffer: a line that did not reach the disk must not come back with a later one.
-        self._metrics = open(metrics_path, "ab", buffering=0)  # noqa: SIM115
-        self._events = open(events_path, "ab", buffering=0)  # noqa: SIM115
+        self._metrics, self._events = LineFile(metrics_path), LineFile(events_path)
 
     def write(self, record: Line) -> None:
         """Write the record's metrics and its event, each to its own file.
@@ -126,23 +131,21 @@ class JsonlSink:
         Raises:
             OSError: the disk did not take it; nothing of the line stays in the file.
         """
-        if record["metrics"] or record["hist"]:
-            line = {k: v for k, v in record.items() if k != "event"}
-            self._put(self._metrics, line)
-        if record["event"] is not None:
-            line = {k: v for k, v in record.items() if k not in ("metrics", "hist", "event")}
-            self._put(self._events, line | record["event"])
+        try:
+            if record["metrics"] or record["hist"]:
+                line = {k: v for k, v in record.items() if k != "event"}
+                self._put(self._metrics, line)
+        finally:  # an event that has room is written
+            if record["event"] is not None:
+                line = {k: v for k, v in record.items() if k not in ("metrics", "hist", "event")}
+                self._put(self._events, line | record["event"])
 
     @staticmethod
-    def _put(file: IO[bytes], line: Line) -> None:
-        data = msgspec.json.encode(line) + b"\n"
-        size = os.fstat(file.fileno()).st_size
+    def _put(file: LineFile, line: Line) -> None:
         try:
-            if (written := file.write(data)) != len(data):
-                raise OSError(f"{file.name}: the disk took {written} of {len(data)} bytes")
-        except OSError:
-            os.ftruncate(file.fileno(), size)  # a torn line would spoil the next one
-            raise
+            file.append(msgspec.json.encode(line) + b"\n")
+        except OSError as e:
+            raise OSError(e.errno, e.strerror or str(e), file.path) from e
 
     def close(self) -> None:
         """Close both files."""

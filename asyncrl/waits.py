@@ -4,8 +4,8 @@
         ...                                    # any thread, any asyncio task
         wait.owner = "buffer-0: 12 samples held by actor-3 (lease 812, 41 s)"
 
-The process's pulse (asyncrl.pulse) sends the open waits to the launcher and writes those that
-grow long to the log.
+The process's pulse (asyncrl.pulse) sends the open waits to the launcher, and the deadlines that
+have passed, and writes those that grow long to the log.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -25,16 +26,21 @@ Owner = str | Callable[[], str]
 
 WARN_S = 10.0
 """Default of `log.wait_warn_s`."""
+EARLY_S = 0.1
+"""A wait that ends so shortly before its deadline has reached it: its owner's clock began first."""
+PASSED = 100
+"""Passed deadlines that are kept until they are told; the oldest go first."""
 
 
 class Wait:
     """One wait, open from `with` to its end. `owner` may be updated in between."""
 
-    __slots__ = ("_next_warning_s", "_waits", "deadline_s", "owner", "since", "what")
+    __slots__ = ("_next_warning_s", "_passed", "_waits", "deadline_s", "owner", "since", "what")
 
     def __init__(self, waits: Waits, what: str, owner: Owner, deadline_s: float | None) -> None:
         self._waits = waits
         self._next_warning_s = waits.warn_s
+        self._passed = False
         self.what, self.owner, self.deadline_s = what, owner, deadline_s
         self.since = 0.0
         """Clock time of the beginning."""
@@ -43,6 +49,10 @@ class Wait:
         self.since = self._waits.clock()
         self._waits._add(self)
         return self
+
+    def renew(self, deadline_s: float) -> None:
+        """Something came: it is given up in `deadline_s` from now."""
+        self.deadline_s = self._waits.clock() - self.since + deadline_s
 
     def whom(self) -> str:
         """`owner`, as it is now."""
@@ -76,6 +86,7 @@ class Waits:
         self.clock = clock
         self._lock = threading.Lock()
         self._open: dict[int, Wait] = {}  # in order of their beginning
+        self._passed: deque[OpenWait] = deque(maxlen=PASSED)
 
     def on(self, what: str, owner: Owner = "", deadline_s: float | None = None) -> Wait:
         """A wait, to be used as a context manager once.
@@ -108,12 +119,34 @@ class Waits:
             waits = list(self._open.values())
         for w in waits:
             age = now - w.since
+            self._look_at_deadline(w, age)
             if age < w._next_warning_s:
                 continue
             while w._next_warning_s <= age:
                 w._next_warning_s *= 2
             left = "" if w.deadline_s is None else f"; gives up in {w.deadline_s - age:.0f} s"
             log.warning("%s has waited %.0f s for %s%s", self.name, age, _target(w), left)
+
+    def take_passed(self) -> list[OpenWait]:
+        """The waits that have reached their deadline since the last call, as they were then."""
+        with self._lock:
+            passed = list(self._passed)
+            self._passed.clear()
+        return passed
+
+    def _look_at_deadline(self, wait: Wait, age: float) -> None:
+        if wait._passed or wait.deadline_s is None or age < wait.deadline_s - EARLY_S:
+            return
+        wait._passed = True
+        told = OpenWait(
+            what=wait.what, on=wait.whom(), age_s=age, deadline_s=wait.deadline_s - age
+        )  # fmt: skip
+        with self._lock:
+            self._passed.append(told)
+        log.warning(
+            "%s: the deadline of %.0f s for %s has passed",
+            self.name, wait.deadline_s, _target(wait),
+        )  # fmt: skip
 
     def _add(self, wait: Wait) -> None:
         with self._lock:
@@ -123,6 +156,7 @@ class Waits:
         with self._lock:
             del self._open[id(wait)]
         age = self.clock() - wait.since
+        self._look_at_deadline(wait, age)
         if age >= self.warn_s:
             log.warning("%s waited %.0f s for %s", self.name, age, _target(wait))
 

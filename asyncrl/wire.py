@@ -17,40 +17,42 @@ import msgspec
 import numpy as np
 
 from asyncrl.errors import WireError
-from asyncrl.messages import SCHEMA as SCHEMA
-from asyncrl.messages import Ack as Ack
-from asyncrl.messages import Announce as Announce
 from asyncrl.messages import AnyMessage
-from asyncrl.messages import Commit as Commit
-from asyncrl.messages import Covered as Covered
-from asyncrl.messages import Error as Error
-from asyncrl.messages import Fail as Fail
-from asyncrl.messages import Gone as Gone
-from asyncrl.messages import Hello as Hello
-from asyncrl.messages import LeaseRequest as LeaseRequest
-from asyncrl.messages import Leases as Leases
-from asyncrl.messages import Message as Message
-from asyncrl.messages import NotYet as NotYet
-from asyncrl.messages import Ok as Ok
-from asyncrl.messages import OpenWait as OpenWait
-from asyncrl.messages import Part as Part
-from asyncrl.messages import Progress as Progress
-from asyncrl.messages import Published as Published
-from asyncrl.messages import Pull as Pull
-from asyncrl.messages import Push as Push
-from asyncrl.messages import Record as Record
-from asyncrl.messages import Rewind as Rewind
-from asyncrl.messages import Scale as Scale
-from asyncrl.messages import Scaled as Scaled
-from asyncrl.messages import State as State
-from asyncrl.messages import Stats as Stats
-from asyncrl.messages import StatsRequest as StatsRequest
-from asyncrl.messages import Stop as Stop
-from asyncrl.messages import Stopped as Stopped
-from asyncrl.messages import WeightsBegin as WeightsBegin
-from asyncrl.messages import WeightsCommit as WeightsCommit
-from asyncrl.messages import WeightsInit as WeightsInit
-from asyncrl.messages import WeightsReceive as WeightsReceive
+from asyncrl.messages.base import SCHEMA as SCHEMA
+from asyncrl.messages.base import Message as Message
+from asyncrl.messages.base import State as State
+from asyncrl.messages.data import Ack as Ack
+from asyncrl.messages.data import Commit as Commit
+from asyncrl.messages.data import Covered as Covered
+from asyncrl.messages.data import Error as Error
+from asyncrl.messages.data import Fail as Fail
+from asyncrl.messages.data import Gone as Gone
+from asyncrl.messages.data import Hello as Hello
+from asyncrl.messages.data import LeaseRequest as LeaseRequest
+from asyncrl.messages.data import Leases as Leases
+from asyncrl.messages.data import NotYet as NotYet
+from asyncrl.messages.data import Ok as Ok
+from asyncrl.messages.data import Part as Part
+from asyncrl.messages.data import Progress as Progress
+from asyncrl.messages.data import Published as Published
+from asyncrl.messages.data import Pull as Pull
+from asyncrl.messages.data import Push as Push
+from asyncrl.messages.data import Rewind as Rewind
+from asyncrl.messages.data import Saved as Saved
+from asyncrl.messages.data import SaveLedger as SaveLedger
+from asyncrl.messages.data import Scale as Scale
+from asyncrl.messages.data import Scaled as Scaled
+from asyncrl.messages.data import Stats as Stats
+from asyncrl.messages.data import StatsRequest as StatsRequest
+from asyncrl.messages.data import Stop as Stop
+from asyncrl.messages.data import Stopped as Stopped
+from asyncrl.messages.records import OpenWait as OpenWait
+from asyncrl.messages.records import Record as Record
+from asyncrl.messages.weights import Announce as Announce
+from asyncrl.messages.weights import WeightsBegin as WeightsBegin
+from asyncrl.messages.weights import WeightsCommit as WeightsCommit
+from asyncrl.messages.weights import WeightsInit as WeightsInit
+from asyncrl.messages.weights import WeightsReceive as WeightsReceive
 from asyncrl.types import (
     ARRAY_FIELDS,
     PROMPT_TOKEN_BYTES,

@@ -2,129 +2,41 @@
 
     learner (this process)  publish ──gloo──► 1 vLLM engine, or 2 or 4 stand-ins   ─┐ in turns
     memcpy                  the learner's float32 shards into other memory           │
-    raw                     the same bytes by one bare gloo broadcast, and a barrier ─┘
+    raw                     the same bytes by one bare gloo broadcast, and a barrier │
+    relay                   publish ──gloo──► a relay ──shared memory──► the engine  │
+    disk                    safetensors written, reloaded by vLLM itself            ─┘
     step                    one training step, alone and while a publication travels
 
-A stand-in receives as an engine does, checksums included, and loads by copying.
+A stand-in receives as an engine does, checksums included, and loads by copying. Relay and disk are
+measured with the engine alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import BenchError, Report, in_turns, parser, ratios, run_bench
 from learner_batch import Workload, make_part, make_samples
-from weights_receiver import TIMEOUT_S, raw_group, raw_options
-from weights_receiver import main as receiver
+from weights_peers import REPLY_S, Raw, Receivers, Relayed, Timing
+from weights_receiver import TIMEOUT_S
 
 MODEL = "smollm2-135m"
 START_S = 400.0
-REPLY_S = 120.0
 IN_FLIGHT = 4
 """Requests of the engine while its pause is measured."""
 WORKLOAD = Workload(groups=2, group_size=4, longest=64)
-
-
-class Timing(NamedTuple):
-    """One publication, in seconds."""
-
-    blocked: float
-    total: float
-    transfer: float
-    pause: float
-    """As the learner sees it."""
-
-
-class Receivers:
-    """The processes of one count, told what to do over pipes."""
-
-    def __init__(self, kinds: list[str], endpoint: str, model: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for number, kind in enumerate(kinds):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=receiver, args=(theirs, kind, endpoint, f"actor-{number}", model)
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def wait(self, seconds: float = REPLY_S) -> list[Any]:
-        """The reply of each.
-
-        Raises:
-            BenchError: one failed, or said nothing.
-        """
-        replies = []
-        for pipe in self._pipes:
-            try:
-                reply = pipe.recv() if pipe.poll(seconds) else TimeoutError(f"{seconds:.0f} s")
-            except EOFError as e:
-                reply = e
-            if isinstance(reply, Exception):
-                raise BenchError(f"a receiver: {type(reply).__name__}: {reply}")
-            replies.append(reply)
-        return replies
-
-    def ask(
-        self, *command: Any, each: Callable[[int], tuple[Any, ...]] = lambda _: ()
-    ) -> list[Any]:
-        """Have all do something."""
-        for number, pipe in enumerate(self._pipes):
-            pipe.send((*command, *each(number)))
-        return self.wait()
-
-    def end(self) -> None:
-        """End them, by force if need be."""
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(("end",))
-        for process in self._processes:
-            process.join(30)
-            if process.is_alive():
-                process.terminate()
-                process.join()
-
-
-class Raw:
-    """A bare gloo broadcast of so many bytes to the receivers."""
-
-    def __init__(self, receivers: Receivers, count: int, nbytes: int) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        port, world = listener.getsockname()[1], count + 1
-        for number, pipe in enumerate(receivers._pipes):
-            pipe.send(("raw_join", "127.0.0.1", port, number + 1, world, nbytes))
-        self._group = raw_group("127.0.0.1", port, 0, world, listener)
-        receivers.wait()
-        self._receivers = receivers
-        self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
-
-    def __call__(self) -> float:
-        """Seconds until all have it."""
-        self._receivers.ask("raw_receive")
-        began = time.monotonic()
-        self._group.broadcast([self._buffer], raw_options()).wait()
-        self._group.barrier().wait()
-        return time.monotonic() - began
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._receivers.ask("raw_leave")
-        self._group = None
 
 
 class Learner:
@@ -179,46 +91,91 @@ class Learner:
 
     def publish(self) -> Timing:
         """One publication, with nothing else going on."""
+        began = time.monotonic()
         self.send()
         self.publisher.wait()
+        wall = time.monotonic() - began
         if events := [e for e in self.publisher.take_events() if e["event"] != "weights_joined"]:
             raise BenchError(f"a receiver failed: {events[0]}")
         t = self.publisher.take_timings()
-        return Timing(*(t[f"sync/{n}_s"] for n in ("blocked", "total", "transfer", "pause")))
+        return Timing(*(t[f"sync/{n}_s"] for n in ("blocked", "total", "transfer", "pause")), wall)
 
-    def send(self) -> None:
-        """Publish the next version."""
+    def relay(self) -> Relayed:
+        """One publication to the relay, until the engine runs it."""
+        began = time.monotonic()
+        version = self.send(self.relayed)
+        self.receivers.ask("applied", version)
+        wall = time.monotonic() - began
+        self.relayed.wait()
+        if events := [e for e in self.relayed.take_events() if e["event"] != "weights_joined"]:
+            raise BenchError(f"the relay failed: {events[0]}")
+        t = self.relayed.take_timings()
+        return Relayed(wall, t["sync/total_s"], t["sync/transfer_s"])
+
+    def disk(self) -> float:
+        """Seconds of writing the weights to files and loading them by vLLM's own reload."""
+        from safetensors.torch import save_file
+
+        began = time.monotonic()
+        weights = dict(self.trainer.policy.full_parameters(torch.bfloat16))
+        save_file(weights, self.folder / "model.safetensors")
+        self._versions += 1
+        self.receivers.ask("reload", str(self.folder), self._versions)
+        return time.monotonic() - began
+
+    def send(self, publisher: Any = None) -> Any:
+        """Publish the next version, by default to all receivers."""
         from asyncrl.types import Version
 
         self._versions += 1
-        self.publisher.publish(Version(1, self._versions))
+        version = Version(1, self._versions)
+        (publisher or self.publisher).publish(version)
+        return version
 
     @contextlib.contextmanager
     def publishing(self, kinds: list[str], model: str) -> Iterator[Receivers]:
-        """Receivers that stand ready to take versions."""
+        """Receivers that stand ready to take versions; an engine has a relay as well."""
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            self.folder, offer = Path(folder), f"{folder}/relay-0.json"
+            for name in ("config.json", "tokenizer.json"):
+                if (Path(model) / name).exists():
+                    (self.folder / name).symlink_to(Path(model) / name)
+            self.receivers, self.publisher = stack.enter_context(
+                self._peers(kinds, model, offer, "broadcast")
+            )
+            if kinds == ["engine"]:
+                _, self.relayed = stack.enter_context(self._peers(["relay"], model, offer, "relay"))
+            yield self.receivers
+
+    @contextlib.contextmanager
+    def _peers(
+        self, kinds: list[str], model: str, offer: str, strategy: str
+    ) -> Iterator[tuple[Receivers, Any]]:
+        """Processes and the publisher that sends to them."""
         from asyncrl.learner.publication.make import make_publisher
         from asyncrl.learner.publication.members import Members
         from asyncrl.roles import RoleSettings
 
         members = Members()
-        receivers = Receivers(kinds, members.endpoint, model)
+        receivers = Receivers(kinds, members.endpoint, model, offer)
         settings = RoleSettings(
             role="learner", rank=0, world=1, model_path=model, device="cpu", threads=1,
             weight_backend="gloo", run_id="bench", hub_endpoint="", run_dir="",
         )  # fmt: skip
+        weights = self.config.weights.model_copy(update={"strategy": strategy})
         try:
             receivers.wait(START_S)
             if not members.wait_for(len(kinds), REPLY_S):
                 raise BenchError("the receivers have not announced themselves")
             policy = self.trainer.policy
-            self.publisher: Any = make_publisher(
-                policy.layout("bfloat16"), policy.shards, self.trainer.device, self.config,
-                settings, members,
+            publisher: Any = make_publisher(
+                policy.layout("bfloat16"), policy.shards, self.trainer.device,
+                self.config.model_copy(update={"weights": weights}), settings, members,
             )  # fmt: skip
             try:
-                yield receivers
+                yield receivers, publisher
             finally:
-                self.publisher.close()
+                publisher.close()
         finally:
             receivers.end()
             members.close()
@@ -240,7 +197,7 @@ def measure(report: Report, given: argparse.Namespace) -> None:
         report.note(f"{nbytes / 1e6:.0f} MB travel, {learner.shard_bytes / 1e6:.0f} MB of shards")
         report.row("receivers", "", "memcpy s", "blocked s", "raw s", "transfer s", "total s",
                    "step s", "overlapped s")  # fmt: skip
-        for count in (1, 2, 4):
+        for count in given.receivers:
             kinds = ["engine"] if count == 1 else ["stand-in"] * count
             with learner.publishing(kinds, model) as receivers:
                 one_count(report, learner, receivers, kinds, nbytes, repeats)
@@ -259,6 +216,8 @@ def one_count(
         "memcpy": learner.memcpy, "publish": learner.publish, "raw": raw,
         "step": learner.step, "overlapped step": learner.overlapped_step,
     }  # fmt: skip
+    if kinds == ["engine"]:
+        sides |= {"relay": learner.relay, "disk": learner.disk}
     runs = {name: each[1:] for name, each in in_turns(sides, repeats + 1).items()}
     raw.close()
     add = partial(report.add, receivers=count, kind=kinds[0], bytes=nbytes)
@@ -277,18 +236,47 @@ def one_count(
                runs["overlapped step"]]  # fmt: skip
     report.row(count, kinds[0], *(statistics.median(m) for m in medians))
     if kinds == ["engine"]:
-        receivers.ask("load", IN_FLIGHT)
-        receivers.ask("pauses")
-        seen = [learner.publish().pause for _ in range(repeats)]
-        (pauses,) = receivers.ask("pauses")
-        receivers.ask("unload")
-        report.add("pause_s", pauses, "s", "lower", in_flight=IN_FLIGHT, seen_by_learner_s=seen)
+        relayed: list[Relayed] = runs["relay"]
+        wall, relay = [t.wall for t in published], [t.wall for t in relayed]
+        add("relay_vs_gloo", ratios(relay, wall), "ratio", "lower", relay_s=relay, gloo_s=wall)
+        offered = [t.total for t in relayed]
+        add("relay_total_vs_raw", ratios(offered, runs["raw"]), "ratio", "lower", total_s=offered)
+        carried = [t.transfer for t in relayed]
+        add("relay_transfer_vs_raw", ratios(carried, runs["raw"]), "ratio", "lower")
+        add("relay_vs_disk", ratios(relay, runs["disk"]), "ratio", "lower",
+            disk_s=runs["disk"])  # fmt: skip
+        add("gloo_vs_disk", ratios(wall, runs["disk"]), "ratio", "lower")
+        pauses_under_load(report, learner, receivers, repeats)
+
+
+def pauses_under_load(
+    report: Report, learner: Learner, receivers: Receivers, repeats: int
+) -> None:  # fmt: skip
+    """For how long an engine with requests stands still, by broadcast and by relay."""
+    receivers.ask("load", IN_FLIGHT)
+    receivers.ask("pauses")
+    seen = [learner.publish().pause for _ in range(repeats)]
+    (broadcast,) = receivers.ask("pauses")
+    for _ in range(repeats):
+        learner.relay()
+    (relay,) = receivers.ask("pauses")
+    receivers.ask("unload")
+    report.add("pause_s", [p for p, _ in broadcast], "s", "lower", in_flight=IN_FLIGHT,
+               load_s=[load for _, load in broadcast], seen_by_learner_s=seen)  # fmt: skip
+    report.add("relay_pause_s", [p for p, _ in relay], "s", "lower", in_flight=IN_FLIGHT,
+               load_s=[load for _, load in relay])  # fmt: skip
+    report.add("relay_pause_over_load_s", [p - load for p, load in relay], "s", "lower",
+               in_flight=IN_FLIGHT)  # fmt: skip
 
 
 def main() -> int:
     """Read the command line and measure."""
     p = parser(__doc__ or "")
     p.add_argument("--threads", type=int, metavar="N", help="of the learner (default: all cores)")
+    p.add_argument(
+        "--receivers", type=int, nargs="+", default=[1, 2, 4], metavar="N",
+        help="one count after the other; 1 is an engine, and has relay and disk (default: 1 2 4)",
+    )  # fmt: skip
     return run_bench("weights", p, measure)
 
 

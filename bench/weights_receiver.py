@@ -1,10 +1,12 @@
 """An actor of the weights bench: a process that takes weights into an engine or a stand-in.
 
     learner ──announce, begin, receive, commit──► EngineWeights ──► vLLM (engine) or a stand-in
-    bench   ──commands over a pipe──► load, pauses, the raw broadcast
+            └──────────────► a relay ──its offer──► RelayWatch ──┘
+    bench   ──commands over a pipe──► load, pauses, the raw broadcast, a reload from files
 
 A stand-in receives with the code that runs in vLLM's workers (gloo, staging, checksums), and its
-loading is one copy of every tensor. It has no requests.
+loading is one copy of every tensor. It has no requests. An engine takes what is broadcast and what
+the relay of the bench offers, whichever comes; the relay is a process of its own.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from typing import Any
 import torch
 
 from asyncrl.actors.announce import Announcer
-from asyncrl.actors.weights import EngineWeights, WeightService
+from asyncrl.actors.relay.watch import RelayWatch
+from asyncrl.actors.weight_service import WeightService
+from asyncrl.actors.weights import EngineWeights
 from asyncrl.types import INITIAL, Version
-from asyncrl.weights import refuse_damaged
+from asyncrl.weights import TransferPlan, refuse_damaged
 
 TIMEOUT_S = 120.0
 ENGINE = (
@@ -36,31 +40,33 @@ class StandIn:
     """What `EngineWeights` asks of an engine, without one."""
 
     def __init__(self) -> None:
-        from types import SimpleNamespace
-
-        from asyncrl.actors.gloo_transfer import GlooInitInfo, GlooWeightTransferEngine
+        from asyncrl.actors.gloo_receiver import GlooReceiver
+        from asyncrl.actors.gloo_transfer import Buffers
 
         self.applied = INITIAL
-        self._init_info = GlooInitInfo
-        self._transfer: Any = object.__new__(GlooWeightTransferEngine)  # vLLM's part is not needed
-        one = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-        self._transfer.parallel_config = one
-        self._transfer.damaged = []
-        self._transfer.shutdown()
+        self._gloo, self._buffers = GlooReceiver(), Buffers()
         self._model: dict[str, torch.Tensor] = {}
 
     async def join_transfer(self, info: Mapping[str, Any]) -> None:
         """Join the group."""
-        await asyncio.to_thread(self._transfer.init_transfer_engine, self._init_info(**info))
+        await asyncio.to_thread(self._gloo.join, info)
 
     async def begin_update(self) -> None:
         """There is nothing to pause."""
-        self._transfer.start_weight_update()
 
     async def receive_update(self, info: Mapping[str, Any]) -> None:
         """The bytes, verified."""
-        await asyncio.to_thread(self._transfer.update_weights, dict(info))
-        refuse_damaged([self._transfer.damaged])
+        refuse_damaged([await asyncio.to_thread(self._receive, info)])
+
+    def _receive(self, info: Mapping[str, Any]) -> list[str]:
+        from asyncrl.actors.gloo_receiver import damaged
+
+        plan = TransferPlan.from_info(info)
+        self._buffers.fit(plan)
+        self._gloo.receive(
+            plan, self._buffers, bucket_bytes=info["bucket_bytes"], timeout_s=info["timeout_s"]
+        )
+        return damaged(plan, self._buffers.raw(), info["checksums"])
 
     async def commit_update(self, version: Version) -> None:
         """Copy what came."""
@@ -68,16 +74,14 @@ class StandIn:
         self.applied = version
 
     def _load(self) -> None:
-        for name, tensor in self._transfer.staged:
-            if name in self._model:
-                self._model[name].copy_(tensor)
+        for dtype, tensor in self._buffers.flat.items():
+            if dtype in self._model:
+                self._model[dtype].copy_(tensor)
             else:
-                self._model[name] = tensor.clone()
-        self._transfer.staged = None
+                self._model[dtype] = tensor.clone()
 
     async def abandon_update(self) -> None:
         """Keep the old."""
-        self._transfer.staged = None
 
     def fail(self, reason: str) -> None:
         """End the process."""
@@ -85,7 +89,7 @@ class StandIn:
 
     async def shutdown(self) -> None:
         """Leave the group."""
-        self._transfer.shutdown()
+        self._gloo.leave()
 
 
 class Timed:
@@ -93,7 +97,8 @@ class Timed:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.pauses: list[float] = []
+        self.pauses: list[tuple[float, float]] = []
+        """Of each update: all, and the load of it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -105,8 +110,10 @@ class Timed:
 
     async def commit_update(self, version: Version) -> None:
         """To here."""
+        began = time.monotonic()
         await self._engine.commit_update(version)
-        self.pauses.append(time.monotonic() - self._began)
+        now = time.monotonic()
+        self.pauses.append((now - self._began, now - began))
 
 
 class Receiver:
@@ -117,8 +124,12 @@ class Receiver:
         self._raw: Any = None
         self._loads: list[asyncio.Task[None]] = []
 
-    async def serve(self, pipe: Connection, endpoint: str, name: str) -> None:
-        """Announce the engine and answer the bench until it says `end`."""
+    async def serve(self, pipe: Connection, endpoint: str, name: str, offer: str) -> None:
+        """Announce the engine and answer the bench until it says `end`.
+
+        Args:
+            offer: where a relay offers what it has, for an engine.
+        """
         engine: Any = self._timed
         weights = EngineWeights(engine, timeout_s=TIMEOUT_S, staged=True)
         service = WeightService(weights)
@@ -127,19 +138,35 @@ class Receiver:
             endpoint, service, name=name, workers=1, applied=lambda: self._timed.applied
         )
         announcing = asyncio.create_task(announcer.run())
+        watch = RelayWatch(offer, weights, applied=lambda: self._timed.applied)
+        watching = asyncio.create_task(watch.run())
         pipe.send("ready")
         while (command := await asyncio.to_thread(pipe.recv))[0] != "end":
             pipe.send(await getattr(self, command[0])(*command[1:]))
         await self.unload()
-        announcing.cancel()
-        await asyncio.gather(announcing, return_exceptions=True)
+        for task in (announcing, watching):
+            task.cancel()
+        await asyncio.gather(announcing, watching, return_exceptions=True)
         announcer.close()
         await service.close()
         await weights.close()
         await self._timed.shutdown()
 
-    async def pauses(self) -> list[float]:
-        """Seconds of each update since the last call."""
+    async def applied(self, version: Version) -> None:
+        """Returns when the engine runs it."""
+        while self._timed.applied < version:
+            await asyncio.sleep(0.001)
+
+    async def reload(self, folder: str, version: int) -> None:
+        """Load files as vLLM does by itself, in the same pause as other updates have."""
+        engine = self._timed
+        await engine.in_flight.pause(engine._llm)
+        await engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        await engine._llm.update_weight_version(f"1:{version}")
+        await engine.in_flight.resume(engine._llm)
+
+    async def pauses(self) -> list[tuple[float, float]]:
+        """Seconds of each update since the last call, and of its load."""
         taken, self._timed.pauses = self._timed.pauses, []
         return taken
 
@@ -211,7 +238,12 @@ def raw_options() -> Any:
     return options
 
 
-async def _run(pipe: Connection, kind: str, endpoint: str, name: str, model: str) -> None:
+async def _run(
+    pipe: Connection, kind: str, endpoint: str, name: str, model: str, offer: str
+) -> None:
+    if kind == "relay":
+        await _relay(pipe, endpoint, name, offer)
+        return
     if kind == "engine":
         from asyncrl.actors.vllm_engine import VllmEngine
         from asyncrl.config.load import load
@@ -222,17 +254,35 @@ async def _run(pipe: Connection, kind: str, endpoint: str, name: str, model: str
         )
     else:
         engine = StandIn()
-    await Receiver(engine).serve(pipe, endpoint, name)
+    await Receiver(engine).serve(pipe, endpoint, name, offer)
 
 
-def main(pipe: Connection, kind: str, endpoint: str, name: str, model: str) -> None:
+async def _relay(pipe: Connection, endpoint: str, name: str, offer: str) -> None:
+    from asyncrl.actors.relay.receiver import RelayReceiver
+
+    receiver = RelayReceiver(offer)
+    service = WeightService(receiver)
+    service.start()
+    announcer = Announcer(endpoint, service, name=name, workers=1, applied=lambda: receiver.applied)
+    announcing = asyncio.create_task(announcer.run())
+    pipe.send("ready")
+    while (await asyncio.to_thread(pipe.recv))[0] != "end":
+        pipe.send("a relay does as it is told by the learner")
+    announcing.cancel()
+    await asyncio.gather(announcing, return_exceptions=True)
+    announcer.close()
+    await service.close()
+    receiver.close()
+
+
+def main(pipe: Connection, kind: str, endpoint: str, name: str, model: str, offer: str) -> None:
     """The process; an error goes to the bench instead of a reply."""
     import os
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        asyncio.run(_run(pipe, kind, endpoint, name, model))
+        asyncio.run(_run(pipe, kind, endpoint, name, model, offer))
     except BaseException as e:
         with contextlib.suppress(OSError):
             pipe.send(e if isinstance(e, Exception) else RuntimeError(repr(e)))

@@ -13,7 +13,8 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.polls import Polls
 from asyncrl.buffer.record import Recorder
 from asyncrl.buffer.refuse import refusal
-from asyncrl.errors import AsyncRLError, ConservationError, HelloNeeded, WireError
+from asyncrl.buffer.saving import Saving
+from asyncrl.errors import AsyncRLError, ConservationError, HelloNeeded, LedgerError, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Answers:
         send: Callable[[bytes, Sequence[wire.Frame]], None],
         recorder: Recorder,
         keeper: Keeper,
+        saving: Saving,
     ) -> None:
         self._ledger = ledger
         self._clients = clients
@@ -39,6 +41,7 @@ class Answers:
         self._send = send
         self._recorder = recorder
         self._keeper = keeper
+        self._saving = saving
         self.ending = Ending(keeper)
         self.polls = Polls(ledger, clients, self.ending, send)
         self.malformed = 0
@@ -95,6 +98,9 @@ class Answers:
             case wire.Pull():
                 self.polls.pull(identity, message, self._clock())
                 return None
+            case wire.SaveLedger():
+                self._saving.save(identity, message)
+                return None
             case wire.Fail():
                 return self._fail(message)
             case wire.Commit():
@@ -135,6 +141,7 @@ class Answers:
         if self.ending.running and (why := self._ledger.over()):
             self.ending.in_order(why)
         self.polls.serve(now, self._guard)
+        self._saving.serve()
 
     def look_for_silence(self, now: float) -> None:
         """Free what silent actors hold; call it when all messages have been read.
@@ -191,7 +198,12 @@ class Answers:
     # --- the learner ---------------------------------------------------------------------------
 
     def _commit(self, message: wire.Commit) -> Reply:
-        before = self._ledger.committed
+        before, current = self._ledger.committed, self._ledger.version.incarnation
+        if message.incarnation < current:  # it waited here while its learner died
+            raise LedgerError(
+                f"batch {message.batch} was trained by incarnation {message.incarnation} of the "
+                f"learner, which is {current} by now: it does not count"
+            )
         self._ledger.commit(message.batch, message.dropped)
         self.check_conservation()
         if self._ledger.committed > before:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from asyncrl.buffer import replay, retention
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import count, groupby
+
+from asyncrl.buffer import replay as replays
+from asyncrl.buffer import retention
 from asyncrl.buffer.balance import balance
 from asyncrl.buffer.books import Books
 from asyncrl.buffer.dispatch import BatchAssignment, Group, Phase, Place, State
 from asyncrl.errors import LedgerError
-from asyncrl.types import SampleId
+from asyncrl.types import SampleHeader, SampleId
 
 
 def assign(b: Books, batch: int) -> BatchAssignment | None:
@@ -22,29 +27,38 @@ def assign(b: Books, batch: int) -> BatchAssignment | None:
     groups = _choose(b) if batch == b.next_batch else None
     if groups is None:
         return None
-    envelopes = [[m.envelope for _, m in g.accepted() if m.envelope is not None] for g in groups]
-    fresh = sum(map(len, envelopes))
-    envelopes += [list(trained.envelopes) for trained in replay.choose(b, batch)]
-    flat = tuple(e for es in envelopes for e in es)
-    assignment = BatchAssignment(
-        batch=batch,
-        envelopes=flat,
-        manifest=tuple(e.header for e in flat),
-        parts=balance([[e.header.tokens for e in es] for es in envelopes], b.rules.ranks),
-        fresh=fresh,
-    )
-    rank_of = {i: rank for rank, part in enumerate(assignment.parts) for i in part}
-    indexes = iter(range(fresh))
+    envelopes = [m.envelope for g in groups for _, m in g.accepted() if m.envelope is not None]
+    fresh = len(envelopes)
+    envelopes += [e for trained in replays.choose(b, batch) for e in trained.envelopes]
+    manifest = tuple(e.header for e in envelopes)
+    parts = deal(manifest, b.rules.ranks)
+    assignment = BatchAssignment(batch, tuple(envelopes), manifest, parts, fresh)
     for group in groups:
-        ranks = {k: rank_of[next(indexes)] for k, _ in group.accepted()}
-        group.place = Place(batch, b.order.position(group), ranks)
+        group.place = Place(batch, b.order.position(group), {})
         group.phase = Phase.ASSIGNED
         b.settle_accepted(group, State.ASSIGNED)
+    place(groups, parts)
     b.complete -= len(groups)
     b.order.consumed(groups)
     b.assigned[batch] = (assignment, groups)
     b.next_batch += 1
     return assignment
+
+
+def deal(manifest: Sequence[SampleHeader], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Which samples each rank trains, groups being what stands together in the manifest."""
+    groups = groupby(manifest, key=lambda header: header.id.group)
+    return balance([[header.tokens for header in group] for _, group in groups], ranks)
+
+
+def place(groups: Iterable[Group], parts: tuple[tuple[int, ...], ...]) -> None:
+    """Tell a batch's groups which rank trains each of their samples."""
+    rank_of = {i: rank for rank, part in enumerate(parts) for i in part}
+    indexes = count()
+    for group in groups:
+        assert group.place is not None
+        ranks = {k: rank_of[next(indexes)] for k, _ in group.accepted()}
+        group.place = replace(group.place, ranks=ranks)
 
 
 def commit(b: Books, batch: int, dropped: tuple[SampleId, ...]) -> None:
@@ -70,7 +84,12 @@ def commit(b: Books, batch: int, dropped: tuple[SampleId, ...]) -> None:
                 b.census.move(dispatch, State.DROPPED_STALE)
         b.totals["groups_trained"] += retention.trained(group)
         b.close(group)
-    replay.committed(b, assignment, groups, stale)
+    replays.committed(b, assignment, groups, stale)
+    fresh = (h for h in assignment.manifest[: assignment.fresh] if h.id not in stale)
+    prior = sum(h.version_dispatch.incarnation < b.version.incarnation for h in fresh)
+    if prior:
+        b.prior[batch] = prior
+        b.totals["prior_incarnation"] += prior
     if not b.rules.retain:
         retention.covered(b, batch)
     b.wake_for_bytes()

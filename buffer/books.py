@@ -44,6 +44,7 @@ _OUTCOMES: dict[State, Outcome] = {
     State.ASSEMBLING: "held",
     State.QUEUED: "held",
     State.ASSIGNED: "held",
+    State.REQUEUED: "requeued",
 }
 
 
@@ -77,6 +78,7 @@ class Books:
         self.short_of_bytes = False  # an actor got less for lack of bytes, and was not woken since
         self.pool: dict[GroupId, Trained] = {}  # for replay, in the order of commits
         self.replayed: dict[int, int] = {}  # samples that a batch trained again, while it is kept
+        self.prior: dict[int, int] = {}  # of an earlier incarnation, by batch, while it is kept
         self.retired: list[Retired] | None = None  # not handed out yet; None: nobody wants them
         self.work_epoch = 0
         """Rises when work that a waiting actor could take may have appeared."""
@@ -205,6 +207,23 @@ class Books:
         del self._by_ordinal[group.ordinal]
         self.complete += 1
         self.settle_accepted(group, State.QUEUED)
+
+    def take_back(self, group: Group) -> None:
+        """The accepted samples of a group that is in no batch do not count: all are free again."""
+        if group.phase is Phase.COMPLETE:
+            group.phase = Phase.OPEN
+            self._by_ordinal[group.ordinal] = group
+            self.complete -= 1
+        for k, member in group.accepted():
+            assert member.dispatch is not None
+            assert member.envelope is not None
+            self.census.move(member.dispatch, State.REQUEUED)
+            self.tell(group, member)
+            self.room.release(member.envelope)
+            member.dispatch, member.envelope, member.told = None, None, False
+            group.unresolved += 1
+            self.room.missing += 1
+            self.free(group, k)
 
     def settle_accepted(self, group: Group, state: State) -> None:
         """All accepted samples of a group move on."""

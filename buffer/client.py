@@ -7,6 +7,7 @@ is restarted meanwhile costs a call only time (see `connection`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -18,6 +19,9 @@ from asyncrl.types import BatchPart, Envelope, FailureKind, SampleId, Version
 
 TIMEOUT_S = 30.0
 """Default time for a reply, on top of the time that a request asks to wait."""
+
+SAVE_BYTES_S = 10e6
+"""Bytes a second that a copy of the ledger is written with at least, a slow disk's share."""
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -138,13 +142,13 @@ class BufferClient:
             return reply
         return expect(reply, wire.Stopped)
 
-    def commit(self, batch: int, dropped: Sequence[SampleId] = ()) -> bool:
-        """Batch k is trained, less `dropped`. Idempotent.
+    def commit(self, batch: int, dropped: Sequence[SampleId] = (), incarnation: int = 0) -> bool:
+        """Batch k is trained, less `dropped`, by this incarnation of the learner. Idempotent.
 
         Returns:
             Whether bytes hold actors back until a checkpoint covers what is kept (`covered`).
         """
-        request = wire.Commit(batch=batch, dropped=tuple(dropped))
+        request = wire.Commit(batch=batch, dropped=tuple(dropped), incarnation=incarnation)
         return self._call(request, f"Commit of batch {batch}", wire.Ok).checkpoint
 
     def published(self, version: Version) -> None:
@@ -159,6 +163,19 @@ class BufferClient:
         """The learner was restarted from the checkpoint that covers `batch`."""
         request = wire.Rewind(batch=batch, incarnation=incarnation)
         self._call(request, f"Rewind to batch {batch}", wire.Ok)
+
+    def save_ledger(self, path: str | os.PathLike[str], batch: int) -> wire.Saved:
+        """Have a copy of the ledger and of all samples held written into the folder `path`.
+
+        For the checkpoint that covers `batch`; when this returns the copy is on the disk. The
+        deadline grows with what the buffer holds; other calls wait, so use a client of its own.
+        """
+        held = self.stats().gauges["queue/bytes"]
+        limit_s = self._connection.peer.timeout_s + held / SAVE_BYTES_S
+        request = wire.SaveLedger(path=os.fspath(path), batch=batch)
+        what = f"SaveLedger of batch {batch} ({held / 2**20:.0f} MiB)"
+        reply, _ = self._connection.exchange(request, what, limit_s=limit_s)
+        return expect(reply, wire.Saved)
 
     def stop(self, reason: str, final: Version | None = None, evaluate: bool = False) -> None:
         """End the run; `final` is the last version when the learner finished.

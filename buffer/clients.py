@@ -17,7 +17,8 @@ _MAY_ASK: dict[type[wire.Message], tuple[str, ...]] = {
     wire.Commit: ("learner",),
     wire.Published: ("learner",),
     wire.Covered: ("learner",),
-    wire.Rewind: ("learner",),
+    wire.Rewind: ("learner", "launcher"),
+    wire.SaveLedger: ("learner",),
     wire.Stop: ("learner", "launcher"),
     wire.Gone: ("launcher",),
     wire.Scale: ("launcher",),
@@ -72,7 +73,8 @@ class Clients:
             )
         client = Client(name, message.role, message.pid)
         older = self._current.get(name)
-        if message.resumed and older not in (None, identity):
+        # A learner rank may have a second connection, for its checkpoints.
+        if message.resumed and client.role == "actor" and older not in (None, identity):
             raise replaced(name)
         taken_over = older != identity or self._by_identity[identity] != client
         self._by_identity[identity] = client

@@ -68,6 +68,9 @@ class Keeper:
     def stopped(self, reason: str, final: Version | None, evaluate: bool) -> None:
         """Somebody asked for the end of the run."""
 
+    def go_on(self) -> None:
+        """The run is resumed: who asked for its end before does so no more."""
+
     def gauges(self) -> dict[str, float]:
         """Sizes for the buffer's statistics."""
         return {}
@@ -107,6 +110,12 @@ class Durable(Keeper):
         if stop not in self.stops:
             self.stops += (stop,)
             self._ledger.stopped(reason, final, evaluate)
+
+    def go_on(self) -> None:
+        """Write it down; stored when this returns."""
+        self.stops = ()
+        self._ledger.resumed()
+        self.settle(recorded=False)
 
     def gauges(self) -> dict[str, float]:
         """`store/*`."""

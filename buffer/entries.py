@@ -101,8 +101,12 @@ class Stopped(Entry, frozen=True, array_like=True, tag="stopped"):
     evaluate: bool
 
 
+class Resumed(Entry, frozen=True, array_like=True, tag="resumed"):
+    """The run goes on after its end: whoever ended it before does so no more."""
+
+
 AnyEntry = (
     Leased | Accepted | Lost | FailedSample | Released | Assigned | Committed | Published
-    | Covered | Rewound | Stopped
+    | Covered | Rewound | Stopped | Resumed
 )  # fmt: skip
 """Whatever may be in a journal."""

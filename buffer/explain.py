@@ -69,6 +69,12 @@ def metrics(b: Books, counts: Mapping[str, int], now: float) -> dict[str, float]
     values = {f"samples/{name}": float(counts[name]) for name in names.split()}
     if b.rules.replay_groups:
         values["samples/replayed"] = float(counts["replayed"])
+    if b.version.incarnation:
+        values["samples/prior_incarnation"] = float(counts["prior_incarnation"])
+    if generated := b.lengths["generated_tokens"]:
+        used = b.lengths["trained_tokens"]
+        values["throughput/used_tokens"] = float(used)
+        values["throughput/discarded_tokens"] = float(generated - used)
     shown = ("queue/", "samples/", "replay/", "prompts/")
     return values | {k: float(v) for k, v in gauges(b, now).items() if k.startswith(shown)}
 

@@ -30,6 +30,11 @@ class Facts:
         return self._books.committed
 
     @property
+    def kept_from(self) -> int:
+        """The first batch that can still be served again: no checkpoint covers it."""
+        return self._books.covered + 1
+
+    @property
     def work_epoch(self) -> int:
         """Rises when an actor that got nothing might get something now."""
         return self._books.work_epoch
@@ -78,12 +83,13 @@ class Facts:
         completed: results ever accepted. Not in the law: groups_{trained,filtered,failed},
         unknown_results (no such dispatch), repeated_results (the dispatch had its outcome),
         protocol_errors (results refused for what they say), all three since the process began;
-        replayed (samples trained again) and replay_dropped_stale (over the bound of replay).
+        replayed (samples trained again) and replay_dropped_stale (over the bound of replay);
+        prior_incarnation (of the trained: leased before the learner was restarted).
         """
         totals = self._books.totals + self._books.refused
         names = ["completed", "groups_trained", "groups_filtered", "groups_failed"]
         names += ["unknown_results", "repeated_results", "protocol_errors"]
-        names += ["replayed", "replay_dropped_stale"]
+        names += ["replayed", "replay_dropped_stale", "prior_incarnation"]
         return self._books.census.counts() | {name: totals[name] for name in names}
 
     def conserved(self) -> bool:

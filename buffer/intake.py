@@ -24,7 +24,10 @@ def accept(b: Books, envelope: Envelope, now: float) -> Status:
         return dispatch
     group, leased = dispatch.lease.group, dispatch.state is State.LEASED
     late = dispatch.state is State.REQUEUED
-    if not group.wants(h.id.sample) or not (leased or late):
+    gone = b.rules.prior_incarnation == "drop" and (
+        dispatch.lease.version.incarnation < b.version.incarnation
+    )
+    if not group.wants(h.id.sample) or not (leased or late) or gone:
         if leased:
             b.lose(dispatch)
         else:

@@ -30,12 +30,13 @@ from asyncrl.buffer.entries import (
     Lost,
     Published,
     Released,
+    Resumed,
     Rewound,
     Stopped,
 )
 from asyncrl.buffer.intake import Status
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.errors import LedgerError, StoreError
+from asyncrl.errors import DamagedStoreError, LedgerError
 from asyncrl.types import (
     Envelope,
     FailureKind,
@@ -64,6 +65,10 @@ class Journaled(Ledger):
     def stopped(self, reason: str, final: Version | None, evaluate: bool) -> None:
         """Write down that the run was ended (`replay` hands it back)."""
         self._write(Stopped(reason, final, evaluate))
+
+    def resumed(self) -> None:
+        """Write down that the run goes on: what `stopped` wrote before counts no more."""
+        self._write(Resumed())
 
     def lease(self, actor: str, applied: Version, capacity: int, now: float) -> list[Lease]:
         """See `Ledger.lease`."""
@@ -166,7 +171,7 @@ def replay(
         now: of the clock that the ledger's calls use from here on.
 
     Returns:
-        The `Stopped` among the entries, in order.
+        The `Stopped` among the entries, in order, since the run was resumed last.
 
     Raises:
         StoreError: an entry cannot be read, or does not fit the ledger.
@@ -179,10 +184,12 @@ def replay(
             kind = type(entry).__name__
             if isinstance(entry, Stopped):
                 stops.append(entry)
+            elif isinstance(entry, Resumed):
+                stops.clear()
             elif not _applied(ledger, entry, envelope, now):
                 raise LedgerError("it has another effect than it had")
         except (LedgerError, msgspec.DecodeError, ValueError) as e:
-            raise StoreError(
+            raise DamagedStoreError(
                 f"entry {number} of the journal ({kind}) does not fit the ledger: {e}: the journal "
                 "is damaged, or not that of this snapshot and these settings"
             ) from e

@@ -41,6 +41,7 @@ from asyncrl.buffer.dispatch import BatchAssignment
 from asyncrl.buffer.facts import Facts
 from asyncrl.buffer.intake import Status
 from asyncrl.buffer.rules import Rules, filtered_cap
+from asyncrl.buffer.shelf import payload_key
 from asyncrl.errors import LedgerError
 from asyncrl.recording import Retired
 from asyncrl.types import (
@@ -85,6 +86,21 @@ class Ledger(Facts):
     def state(self) -> bytes:
         """All that the ledger knows, without payloads and times (asyncrl.buffer.snapshot)."""
         return snapshot.dump(self._books)
+
+    def copy(self, batch: int) -> tuple[bytes, dict[bytes, Envelope]]:
+        """What the checkpoint of `batch` needs: the state, as if it were covered, and its samples.
+
+        Raises:
+            LedgerError: the batch is not committed, or one after it is not kept.
+        """
+        b = self._books
+        if not b.covered <= batch <= b.committed:
+            raise LedgerError(
+                f"a copy for the checkpoint of batch {batch}: the last committed is "
+                f"{b.committed}, and batches up to {b.covered} are not kept any more"
+            )
+        samples = snapshot.samples_of(b, batch).values()
+        return snapshot.dump(b, batch), {payload_key(e.header): e for e in samples}
 
     @classmethod
     def restore(

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.buffer import batches
 from asyncrl.buffer.books import Books
 from asyncrl.buffer.cursor import Cursor
 from asyncrl.buffer.dispatch import (
@@ -32,7 +33,7 @@ from asyncrl.buffer.saved import (
     SavedLease,
     SavedState,
 )
-from asyncrl.errors import ConfigError, StoreError
+from asyncrl.errors import ConfigError, DamagedStoreError, StoreError
 from asyncrl.types import Envelope, GroupId, Prompt, SampleHeader, Version
 
 
@@ -53,12 +54,13 @@ def load(
     _check_rules(state.rules, asdict(b.rules))
     _set(b, state.facts)
     _set(b.cursor, state.cursor)
-    wanted = {g.id for g in state.groups if g.phase is Phase.OPEN}
+    # Of a complete group too: a rewind may have its samples produced again.
+    wanted = {g.id for g in state.groups if g.phase in (Phase.OPEN, Phase.COMPLETE)}
     prompts = b.cursor.skip(wanted)
     _Loader(b, state, {key_of(e): e for e in (envelope(s.header, s.nbytes) for s in state.samples)},
             prompts, now).load()  # fmt: skip
     if not b.census.conserved() or b.census.by_state != state.by_state:
-        raise StoreError("the ledger's stored state does not add up: it is damaged")
+        raise DamagedStoreError("the ledger's stored state does not add up: it is damaged")
 
 
 def _set(record: Books | Cursor, stored: SavedFacts | SavedCursor) -> None:
@@ -78,7 +80,7 @@ def _read(data: bytes) -> SavedState:
             )
         return _decoder.decode(versioned.state)
     except (msgspec.DecodeError, ValueError) as e:
-        raise StoreError(f"the ledger's stored state cannot be read: {e}") from e
+        raise DamagedStoreError(f"the ledger's stored state cannot be read: {e}") from e
 
 
 def _check_rules(stored: dict[str, Any], rules: dict[str, Any]) -> None:
@@ -173,7 +175,11 @@ class _Loader:
         fresh = [m.envelope for g in groups for m in g.members if m.envelope is not None]
         envelopes = (*fresh, *(self._samples[key] for key in stored.replayed))
         manifest = tuple(e.header for e in envelopes)
-        return BatchAssignment(stored.batch, envelopes, manifest, stored.parts, len(fresh)), groups
+        parts = stored.parts
+        if len(parts) != self._b.rules.ranks:
+            parts = batches.deal(manifest, self._b.rules.ranks)
+            batches.place(groups, parts)
+        return BatchAssignment(stored.batch, envelopes, manifest, parts, len(fresh)), groups
 
     def _holdings(self) -> Iterator[Envelope]:
         """Every sample as often as it is held."""

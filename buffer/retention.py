@@ -29,6 +29,7 @@ def covered(b: Books, batch: int) -> None:
     for k in range(b.covered + 1, batch + 1):
         assignment, groups = b.kept.pop(k)
         replay.let_go(b, assignment)
+        b.prior.pop(k, None)
         for group in groups:
             b.drop_payloads(group)
     b.wake_for_bytes()
@@ -59,9 +60,15 @@ def rewind(b: Books, batch: int, incarnation: int) -> None:
     for k in range(b.committed, batch, -1):
         assignment, groups = b.assigned[k] = b.kept.pop(k)
         replay.uncommitted(b, assignment, groups)
+        b.totals["prior_incarnation"] -= b.prior.pop(k, 0)
         for group in groups:
             b.totals["groups_trained"] -= trained(group)
             b.reopen(group)
+    if b.rules.prior_incarnation == "drop":
+        for _, live in list(b.order.live_groups()):
+            b.take_back(live)
+        replay.forget(b, list(b.pool))
+        b.wake_for_bytes()
     b.committed = b.rewound_to = batch
     b.last_versions[b.version.incarnation] = b.version.version
     b.version = Version(incarnation, batch // b.rules.batches_per_publication)

@@ -9,6 +9,7 @@ from asyncrl import staleness
 from asyncrl.errors import ConfigError
 
 FailedMember = Literal["shrink", "drop"]
+PriorIncarnation = Literal["keep", "drop"]
 ReplayBy = Literal["uniform", "advantage", "fresh"]
 
 
@@ -51,6 +52,8 @@ class Rules:
     """The setting that ends the prompts, e.g. "stop.epochs=2", for the reason; may be empty."""
     retain: bool = False
     """Keep committed batches until a checkpoint covers them."""
+    prior_incarnation: PriorIncarnation = "keep"
+    """After a rewind: samples that are in no batch stay, or are produced again."""
     max_bytes: int | None = None
     """Bytes that samples may take, those being produced counted as `sample_bytes` each; None: no
     limit. Held beyond it are at most the groups of one batch, and what checkpoints do not cover."""

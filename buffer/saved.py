@@ -31,13 +31,17 @@ from asyncrl.types import FailureKind, GroupId, SampleHeader, Version
 FORMAT = 1
 """Of the state and of the journal's entries; another one is refused."""
 MAY_DIFFER = frozenset(
-    ("lease_timeout_s", "max_filtered_in_a_row", "prompts_end", "max_bytes", "bytes_setting")
-)
-"""Rules that a restored ledger may have otherwise: they decide nothing that is decided already."""
+    (
+        "lease_timeout_s", "max_filtered_in_a_row", "prompts_end", "max_bytes", "bytes_setting",
+        "ranks",
+    )
+)  # fmt: skip
+"""Rules that a restored ledger may have otherwise: they decide nothing that is decided already.
+With other ranks a batch is dealt anew."""
 
 _STORED = """version next_batch committed covered rewound_to last_versions last_failure
-attempts_in_vain failed_in_a_row filtered_in_a_row replayed totals lengths next_ordinal next_lease
-rules cursor census order groups leases assigned kept room pool"""
+attempts_in_vain failed_in_a_row filtered_in_a_row replayed prior totals lengths next_ordinal
+next_lease rules cursor census order groups leases assigned kept room pool"""
 _DERIVED = "complete open_leases in_flight _with_pending _by_ordinal"
 _OF_THIS_PROCESS = "asked short_of_bytes retired work_epoch refused"
 KNOWN: dict[type, str] = {
@@ -146,6 +150,7 @@ class SavedFacts(msgspec.Struct):
     replayed: dict[int, int]
     totals: dict[str, int]
     lengths: dict[str, int]
+    prior: dict[int, int] = {}
 
 
 class SavedState(msgspec.Struct, kw_only=True):

@@ -25,6 +25,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,8 +39,10 @@ from asyncrl.buffer.durable import Keeper
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.record import Emit, Recorder
 from asyncrl.buffer.refuse import refusal
+from asyncrl.buffer.saving import Saving
 from asyncrl.buffer.trajectories import TrajectoryWriter
 from asyncrl.errors import ConservationError, DeadlineError, WireError
+from asyncrl.metrics import TimeShares
 from asyncrl.security import Keys, secure_server
 from asyncrl.types import Version
 
@@ -78,6 +81,8 @@ class BufferServer:
         silent_after_s: an actor that says nothing for this long loses its leases to others.
         clock: seconds, never going back.
         drain_s: after a stop, `run` ends when no message has come for this long.
+        copies_below: the run's folder, below which copies of the ledger may be written; None: none.
+        shares: gets the time in which it serves, and does not wait for messages.
     """
 
     def __init__(
@@ -94,17 +99,21 @@ class BufferServer:
         silent_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         drain_s: float = 60.0,
+        copies_below: Path | None = None,
+        shares: TimeShares | None = None,
     ) -> None:
         self._host, self._port, self._keys = host, port, keys
         self._clock = clock
         self._drain_s = drain_s
+        self._shares = shares or TimeShares()
         self._ledger = ledger
         self._keeper = keeper or Keeper()
         self._recorder = Recorder(ledger, recording, emit)
         self._outbox: list[tuple[bytes, Sequence[wire.Frame]]] = []
+        self._saving = Saving(ledger, run_id, copies_below, self._reply)
         self._answers = Answers(
             ledger, Clients(run_id, silent_after_s), clock, self._reply, self._recorder,
-            self._keeper,
+            self._keeper, self._saving,
         )  # fmt: skip
         self._context: Any = None
         self._poller: Any = None  # the ROUTER as the event loop sees it
@@ -162,9 +171,11 @@ class BufferServer:
         if self._socket is None:
             await self.start()
         next_tick = self._clock()
+        self._shares.enter("serve")
         try:
             while not self._drained():
-                await self._poller.poll(TICK_S * 1000)
+                with self._shares.away("serve"):
+                    await self._poller.poll(TICK_S * 1000)
                 all_read = self._receive()
                 now = self._clock()
                 if now >= next_tick:
@@ -181,7 +192,9 @@ class BufferServer:
                 self._send(*self._outbox[-1])
             raise
         finally:
+            self._shares.leave("serve")
             self.close()
+            self._saving.close()
             self._recorder.close()
             self._keeper.close()
 
@@ -214,7 +227,7 @@ class BufferServer:
             self._context = None
 
     def _drained(self) -> bool:
-        if self._answers.ending.running or len(self._answers.polls):
+        if self._answers.ending.running or len(self._answers.polls) or self._saving.busy:
             return False
         return self._clock() - self._last_message_s >= self._drain_s
 

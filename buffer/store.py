@@ -19,7 +19,9 @@ full disk that would be SIGBUS.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,10 @@ MIN_MAP_BYTES = 1 << 20
 ENTRIES_PER_READ = 1024
 """Journal entries read in one transaction: a reader that stays open keeps pages from reuse."""
 DELETES_PER_COMMIT = 4096
+SLOW_S = 2.0
+"""A commit that takes longer is written to the log."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,7 @@ class Store:
         if not operations:
             return 0
         layout, first, following = self._layout, self._numbers.start, self._numbers.stop
+        began = time.monotonic()
         try:
             with self._env.begin(write=True) as txn:
                 if self._snapshot is not None:
@@ -166,6 +173,8 @@ class Store:
                 used_bytes = layout.used_bytes(txn)
         except lmdb.Error as e:
             raise refused(self._folder, "write", e, self._env.info()["map_size"]) from e
+        if (seconds := time.monotonic() - began) > SLOW_S:
+            log.warning("%s: the disk took %.1f s for a commit; all wait", self._folder, seconds)
         self._numbers = range(first, following + len(self._entries))
         self._used_bytes = used_bytes
         self._entries.clear()

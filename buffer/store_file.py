@@ -12,7 +12,8 @@ from typing import BinaryIO
 import lmdb
 from lmdb import verify as lmdb_verify
 
-from asyncrl.errors import StoreError
+from asyncrl.disk import sync
+from asyncrl.errors import DamagedStoreError, StoreError
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "owner.lock"
@@ -91,16 +92,12 @@ def check_file(folder: Path, *, goes_on: bool) -> None:
 def sync_folder(folder: Path) -> None:
     """Make the folder's entries survive a power cut."""
     for path in (folder, folder.parent):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync(path)
 
 
-def damaged(folder: Path, what: str) -> StoreError:
+def damaged(folder: Path, what: str) -> DamagedStoreError:
     """The error for content that cannot be trusted."""
-    return StoreError(
+    return DamagedStoreError(
         f"the buffer's store {folder} is corrupt ({what}): nothing was overwritten; move the "
         "folder away and start a new run"
     )

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -218,7 +219,7 @@ class _Disk:
                 self._flush(frames, lines, samples)
                 frames, lines, samples, at = bytearray(), bytearray(), 0, 0
                 self._open_segment()
-            line = self._line(sample, when, at, len(data))
+            line = self._line(sample, when, at, data)
             if self.bytes + len(frames) + len(lines) + len(data) + len(line) > self._max_bytes:
                 self._flush(frames, lines, samples)
                 return f"record.max_gib is reached after {self.samples} samples"
@@ -248,14 +249,14 @@ class _Disk:
     def _name(self) -> str:
         return f"{self._segments:06}.frames"
 
-    def _line(self, sample: Retired, when: float, offset: int, size: int) -> bytes:
+    def _line(self, sample: Retired, when: float, offset: int, data: bytes) -> bytes:
         h = sample.envelope.header
         entry = Entry(
             id=h.id, lease=h.lease, actor=h.actor, version_min=h.version_min,
             version_max=h.version_max, outcome=sample.outcome, incarnation=sample.incarnation,
             version=sample.version, batch=sample.batch, rank=sample.rank,
             position=sample.position, reward=h.reward, file=self._name(), offset=offset,
-            bytes=size, time=when,
+            bytes=len(data), time=when, crc=zlib.crc32(data),
         )  # fmt: skip
         return msgspec.json.encode(entry) + b"\n"
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import os
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+
+from asyncrl.weights import uses_loopback
 
 T = TypeVar("T", np.int64, np.float64)
 
@@ -36,3 +40,22 @@ def sum_over_ranks(values: npt.NDArray[T], device: torch.device) -> npt.NDArray[
     total = torch.from_numpy(values).to(device)
     dist.all_reduce(total)
     return total.cpu().numpy()
+
+
+def from_rank_0(value: int, device: torch.device) -> int:
+    """Rank 0's value, on every rank."""
+    told = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.broadcast(told, 0)
+    return int(told.item())
+
+
+def host_group(address: str, timeout_s: float) -> Any:
+    """A group of all ranks over host memory, apart from that of training; collective.
+
+    Args:
+        address: where the ranks meet.
+        timeout_s: how long one rank may be behind another.
+    """
+    if uses_loopback(address):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -31,6 +31,7 @@ def manifest_metrics(
         values = np.array([getattr(s, name) for s in per_sample])
         metrics |= _stats(f"staleness/{name}", values)
         hist[f"staleness/{name}"] = _integers(values)
+    metrics |= _by_actor(headers, [s.head for s in per_sample])
     rewards = np.array([h.reward for h in headers], np.float64)
     metrics["reward/mean"] = float(rewards.mean())
     if len(rewards) > 1:
@@ -43,6 +44,19 @@ def manifest_metrics(
     if any(h.kv_mixed for h in headers):
         metrics["rollout/kv_mixed_frac"] = float(np.mean([h.kv_mixed for h in headers]))
     return metrics, hist
+
+
+def _by_actor(headers: Sequence[SampleHeader], heads: Sequence[int]) -> Metrics:
+    """Head staleness of each actor's samples."""
+    metrics: Metrics = {}
+    by_actor: dict[str, list[int]] = {}
+    for header, head in zip(headers, heads, strict=True):
+        by_actor.setdefault(header.actor, []).append(head)
+    for actor, mine in by_actor.items():
+        metrics[f"staleness/by_actor/{actor}/mean"] = sum(mine) / len(mine)
+        metrics[f"staleness/by_actor/{actor}/max"] = float(max(mine))
+        metrics[f"staleness/by_actor/{actor}/count"] = float(len(mine))
+    return metrics
 
 
 def replay_metrics(headers: Sequence[SampleHeader], version: Version) -> tuple[Metrics, Hist]:

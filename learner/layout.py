@@ -2,6 +2,7 @@
 
 parts: of which each rank holds rows ──────────────────► params: what travels, whole
 base, A and B of an adapted layer ──merged on rank 0──►
+or its A and B alone ──────────────────────────────────► A and B, merged by the engines
 """
 
 from __future__ import annotations
@@ -10,12 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from torch import Tensor
-
-from asyncrl.weights import ParamSpec
-
-BASE, A, B = ":base", ":A", ":B"
-"""Behind the name of an adapted parameter: the parts that it is merged from."""
+from asyncrl.adapters import Adapters, Merge
+from asyncrl.weights import ParamSpec, TransferPlan
 
 
 class Part(NamedTuple):
@@ -42,19 +39,6 @@ class Part(NamedTuple):
         return first * width, last * width
 
 
-class Merge(NamedTuple):
-    """How an adapted parameter is made: W + scaling B A, the product transposed for Conv1D."""
-
-    scaling: float
-    transposed: bool
-
-    def __call__(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Base [out, in] ([in, out] if transposed), A [rank, in], B [out, rank]; in float32."""
-        delta = b @ a * self.scaling
-        total: Tensor = base + (delta.T if self.transposed else delta)
-        return total
-
-
 class Layout(NamedTuple):
     """Everything that a publication must know of the weights before it sees any."""
 
@@ -64,6 +48,14 @@ class Layout(NamedTuple):
     """What the ranks hold, in the order in which they hand it out."""
     merges: Mapping[str, Merge]
     """By parameter: its parts are NAME:base, NAME:A, NAME:B. All others are their own part."""
+    adapters: Adapters | None = None
+    """Where A and B travel alone: what the engines make of them."""
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes that an engine loads."""
+        nbytes = TransferPlan(self.params).nbytes
+        return nbytes if self.adapters is None else max(nbytes, self.adapters.load_bytes)
 
     @classmethod
     def whole(cls, params: Iterable[ParamSpec]) -> Layout:

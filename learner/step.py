@@ -37,6 +37,7 @@ from asyncrl.learner.policy.packed import Scores
 from asyncrl.learner.report import step_metrics
 from asyncrl.learner.samples import check_vocabulary
 from asyncrl.learner.work import Work, prepare
+from asyncrl.spans import SpanLog
 from asyncrl.staleness import check_bound
 from asyncrl.types import BatchPart, SampleId, Version
 
@@ -103,6 +104,8 @@ class Trainer:
             load_function(config.learner.shaping.function)  # its faults show now, not at batch 1
         self._vocab = self.policy.module.model.config.get_text_config().vocab_size
         self._with_values = config.learner.advantage.critic
+        self.spans = SpanLog()
+        """Gets the phases of each batch."""
 
     def train(self, part: BatchPart, version: Version) -> StepResult:
         """Train batch `part.batch` with the learner at `version`.
@@ -120,16 +123,20 @@ class Trainer:
         over = check_bound(replayed, version, bound, buffer.on_stale, "replay.max_staleness")
         dropped = {*stale, *(part.fresh + i for i in over)}
         kept = [i for i in range(len(part.manifest)) if i not in dropped]
-        work = prepare(self.config, part, kept, version, self.device)
+        with self.spans.span("batch", "prepare"):
+            work = prepare(self.config, part, kept, version, self.device)
         check_vocabulary(work.local.samples, self._vocab)
         warming_up = self._with_values and part.batch <= self.config.learner.critic.warmup_steps
-        share, sums = self._look(work, warming_up=warming_up), Sums()
-        applied = self._update(work, part.batch, share, sums, warming_up=warming_up)
-        self.policy.reshard()  # a pass without gradient leaves gathered copies in its place
+        with self.spans.span("batch", "look"):
+            share, sums = self._look(work, warming_up=warming_up), Sums()
+        with self.spans.span("batch", "update"):
+            applied = self._update(work, part.batch, share, sums, warming_up=warming_up)
+            self.policy.reshard()  # a pass without gradient leaves gathered copies in its place
         of_fresh = [part.manifest[i] for i in kept if i < part.fresh]
-        metrics, hist, said = step_metrics(
-            self.config.learner, work, sums, applied, of_fresh, version, self.device
-        )
+        with self.spans.span("batch", "measure"):
+            metrics, hist, said = step_metrics(
+                self.config.learner, work, sums, applied, of_fresh, version, self.device
+            )
         metrics["staleness/limit"] = float(buffer.max_staleness)
         metrics["staleness/violations"] = float(len(stale))
         if replayed:
@@ -154,9 +161,9 @@ class Trainer:
         """See `Policy.full_parameters`."""
         return self.policy.full_parameters(dtype)
 
-    def save_hf(self, folder: str | Path) -> None:
+    def save_hf(self, folder: str | Path, *, replace: bool = False) -> None:
         """Write the policy as a Hugging Face folder, in the type that the engines run."""
-        self.policy.save_hf(folder, DTYPES[self.config.engine.dtype])
+        self.policy.save_hf(folder, DTYPES[self.config.engine.dtype], replace=replace)
 
     @torch.no_grad()
     def _look(self, work: Work, *, warming_up: bool) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 from asyncrl.config.schema import Config
 
@@ -22,6 +23,16 @@ class StopRules:
         self._stop = config.stop
         self._rewards: deque[tuple[int, float]] = deque(maxlen=config.stop.reward_batches)
         self._not_finite: list[int] = []  # the last batches, in a row
+
+    def state(self) -> dict[str, Any]:
+        """What the rules remember of the batches so far, for a checkpoint."""
+        return {"rewards": [list(r) for r in self._rewards], "not_finite": [*self._not_finite]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._rewards.clear()
+        self._rewards.extend((step, reward) for step, reward in state["rewards"])
+        self._not_finite = list(state["not_finite"])
 
     def after_batch(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """The reason to end the run after batch `step`, in one line; None to go on.

@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from asyncrl import wire
 from asyncrl.actors.announce import Announcer
-from asyncrl.actors.weights import WeightService
+from asyncrl.actors.weight_service import WeightService
 from asyncrl.buffer.server import MAX_FRAME_BYTES, MAX_FRAMES
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.hub import Hub, HubClient

@@ -135,3 +135,28 @@ def test_a_wait_costs_microseconds():
             pass
 
     assert min(timeit.repeat(one, number=1000, repeat=5)) / 1000 < 50e-6
+
+
+def test_deadlines_that_pass_are_told_once(clock, caplog):
+    waits = Waits("actor-0", clock=clock)
+    with waits.on("version 0:4", "learner-0", 10.0) as wait:
+        clock.now = 9.0
+        waits.warn()
+        assert waits.take_passed() == []
+        wait.renew(5.0)
+        clock.now = 13.0
+        waits.warn()
+        assert waits.take_passed() == []
+        clock.now = 14.0
+        waits.warn()
+        waits.warn()
+        passed = waits.take_passed()
+    assert [(w.what, w.on, w.age_s) for w in passed] == [("version 0:4", "learner-0", 14.0)]
+    assert waits.take_passed() == []
+    assert caplog.text.count("the deadline of 14 s for version 0:4 on learner-0 has passed") == 1
+    with waits.on("x", deadline_s=1.0):  # nobody looks before it ends
+        clock.now += 1.0
+    assert [w.what for w in waits.take_passed()] == ["x"]
+    with waits.on("y", deadline_s=1.0):
+        clock.now += 0.5
+    assert waits.take_passed() == []

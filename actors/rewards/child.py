@@ -43,9 +43,13 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 def _score(function: Reward, request: Score) -> Scored:
     try:
-        return Scored(as_number(function(request.prompt, request.response, request.finish_reason)))
+        value = function(request.prompt, request.response, request.finish_reason)
     except BaseException as e:  # whatever it raises, SystemExit included, is its failure
         return Scored(error=describe(e))
+    try:
+        return Scored(as_number(value))
+    except (TypeError, ValueError) as e:
+        return Scored(error=describe(e), no_number=True)
 
 
 def main(spec: str, parent: int) -> None:

@@ -32,6 +32,8 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
 
     reward: float = 0.0
     error: str = ""
+    no_number: bool = False
+    """With `error`: what the function returned is no finite number."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,7 +6,7 @@ import bdb
 
 from asyncrl.actors.rewards.registry import resolve_reward, reward_spec
 from asyncrl.config.schema import TaskConfig
-from asyncrl.errors import RewardError, UserError
+from asyncrl.errors import RewardError, RewardValueError, UserError
 from asyncrl.types import Prompt
 from asyncrl.user_function import as_number, describe
 
@@ -18,6 +18,7 @@ class InlineReward:
         self.spec = reward_spec(task)
         self.timeouts = 0
         self.errors = 0
+        self.no_number = 0
 
     async def start(self) -> None:
         """Import the function.
@@ -34,13 +35,17 @@ class InlineReward:
             RewardError: the function raised, or returned no finite number.
             UserError: the user quit the debugger in it.
         """
+        kind = RewardError
         try:
-            return as_number(self._function(prompt, response, finish_reason))
+            value = self._function(prompt, response, finish_reason)
+            kind = RewardValueError
+            return as_number(value)
         except bdb.BdbQuit:
             raise UserError("quit in the debugger") from None
         except Exception as e:
             self.errors += 1
-            raise RewardError(f"reward {self.spec}: {describe(e)}") from e
+            self.no_number += kind is RewardValueError
+            raise kind(f"reward {self.spec}: {describe(e)}") from e
 
     async def close(self) -> None:
         """Nothing to end."""

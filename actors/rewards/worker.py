@@ -28,7 +28,7 @@ from asyncrl.actors.rewards.frames import (
 )
 from asyncrl.actors.rewards.registry import reward_spec
 from asyncrl.config.schema import TaskConfig
-from asyncrl.errors import RewardError, RewardTimeout, UserError
+from asyncrl.errors import RewardError, RewardTimeout, RewardValueError, UserError
 from asyncrl.types import Prompt
 
 START_TIMEOUT_S = 60.0
@@ -43,6 +43,7 @@ class RewardWorker:
     Attributes:
         timeouts: calls that passed `task.reward_timeout_s`.
         errors: calls that failed otherwise (raised, crashed, no finite number).
+        no_number: those of them that returned no finite number.
         restarts: children started beyond the first of each place in the pool.
     """
 
@@ -51,6 +52,7 @@ class RewardWorker:
         self.timeout_s = task.reward_timeout_s
         self.timeouts = 0
         self.errors = 0
+        self.no_number = 0
         self.restarts = 0
         self._children = [_Child(self.spec) for _ in range(task.reward_workers)]
         self._free: asyncio.Queue[_Child] = asyncio.Queue()
@@ -80,8 +82,9 @@ class RewardWorker:
         except RewardTimeout:
             self.timeouts += 1
             raise
-        except RewardError:
+        except RewardError as e:
             self.errors += 1
+            self.no_number += isinstance(e, RewardValueError)
             raise
         finally:
             self._free.put_nowait(child)
@@ -110,7 +113,8 @@ class RewardWorker:
             if child.busy:  # its answer is still to come: deadline, crash, or we were cancelled
                 await child.kill()
         if reply.error:
-            raise RewardError(f"reward {self.spec}: {reply.error}")
+            kind = RewardValueError if reply.no_number else RewardError
+            raise kind(f"reward {self.spec}: {reply.error}")
         return reply.reward
 
     def _check_open(self) -> None:

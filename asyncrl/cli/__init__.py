@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import typer
 
-from asyncrl.cli import config, export, keys, launch, model, scale, status, version
+from asyncrl.cli import (
+    compare,
+    config,
+    export,
+    keys,
+    launch,
+    logs,
+    model,
+    monitor,
+    replay,
+    report,
+    samples,
+    scale,
+    status,
+    trace,
+    version,
+)
 
 app = typer.Typer(
     name="asyncrl",
@@ -18,6 +34,13 @@ app = typer.Typer(
 app.command("launch")(launch.launch)
 app.command("status")(status.status)
 app.command("scale")(scale.scale)
+app.command("replay")(replay.replay)
+app.command("monitor")(monitor.monitor)
+app.command("report")(report.report)
+app.command("compare")(compare.compare)
+app.command("logs")(logs.logs)
+app.command("trace")(trace.trace)
+app.command("samples")(samples.samples)
 app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
 app.command("export")(export.export)

@@ -13,14 +13,17 @@ def export(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|FOLDER",
-            help="A run's folder, its name in DIR, or latest; or a Hugging Face folder.",
+            metavar="RUN[@STEP]|FOLDER",
+            help="A run's folder, its name in DIR, or latest: its final model, or else its newest "
+            "checkpoint; with @20, @best or @latest that checkpoint. Or a Hugging Face folder.",
         ),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; missing or empty.")],
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
-        typer.Option("--dtype", help="Type of the weights; default: as they were saved."),
+        typer.Option(
+            "--dtype", help="Type of the weights; default: as saved, float32 in a checkpoint."
+        ),
     ] = None,
     directory: Annotated[
         str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
@@ -30,38 +33,47 @@ def export(
         typer.Option("--trust-remote-code", help="Run code that the model's folder ships."),
     ] = False,
 ) -> None:
-    """Write a run's final model as an ordinary Hugging Face folder, and check that it loads."""
+    """Write what a run trained as an ordinary Hugging Face folder, and check that it loads."""
     from asyncrl.config.paths import expand
 
     folder = _model_folder(source, directory)
     target = expand(out, "OUT")
+    if (folder / "config.json").is_file():
+        from asyncrl.learner.policy.export import export as write
 
-    from asyncrl.learner.policy.export import export as write
+        written = write(folder, target, dtype, trust_remote_code=trust_remote_code)
+    else:
+        from asyncrl.learner.checkpointing.export import export_checkpoint
 
-    written = write(folder, target, dtype, trust_remote_code=trust_remote_code)
+        written = export_checkpoint(folder, target, dtype)
     print(f"{target}: {folder} in {str(written).removeprefix('torch.')}")
 
 
 def _model_folder(source: str, directory: str) -> Path:
-    """Where the weights are.
+    """Where the weights are: a Hugging Face folder, or that of a checkpoint.
 
     Raises:
-        UserError: neither a model nor a run, or a run that has no final model.
+        UserError: neither a model nor a run, or a run that has no weights.
+        CheckpointError: no such checkpoint, or a damaged one.
     """
+    from asyncrl import checkpoints
     from asyncrl.config.paths import expand
     from asyncrl.errors import UserError
     from asyncrl.monitor.status_reader import find
 
     named = expand(source, "RUN")
     try:
-        if (named / "config.json").is_file():
+        if any((named / file).is_file() for file in ("config.json", checkpoints.META)):
             return named
-        run = find(source, Path(directory))
+        name, _, which = source.partition("@")
+        run = find(name or source, Path(directory))
     except OSError as e:  # a name that is too long, say
         raise UserError(f"no run {source}: {e.strerror}: name another") from e
-    final = run / "checkpoints" / "final"
-    if (final / "config.json").is_file():
+    final = run / checkpoints.FOLDER / "final"
+    if not which and (final / "config.json").is_file():
         return final
+    if which or checkpoints.latest(run) is not None:
+        return checkpoints.find(run, which or "latest").path
     raise UserError(f"run {run} {_why_no_model(run)}")
 
 

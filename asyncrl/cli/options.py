@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -35,20 +36,25 @@ Overrides = Annotated[
 ]
 
 
+def flags_of(
+    actors: int | None, learners: int | None, run_name: str | None
+) -> dict[str, tuple[str, Any]]:
+    """The options that stand for settings: their keys and values."""
+    return {
+        "--actors": ("cluster.actors", actors),
+        "--learners": ("cluster.learners", learners),
+        "--run-name": ("run.name", run_name),
+    }
+
+
 def resolve(
     config: list[str],
     overrides: list[str] | None,
     actors: int | None,
     learners: int | None,
     run_name: str | None,
+    more: Mapping[str, tuple[str, Any]] | None = None,
 ) -> Resolved:
     """The configuration that the options of a command line ask for."""
-    return load(
-        config,
-        overrides or (),
-        {
-            "--actors": ("cluster.actors", actors),
-            "--learners": ("cluster.learners", learners),
-            "--run-name": ("run.name", run_name),
-        },
-    )
+    flags = flags_of(actors, learners, run_name) | dict(more or {})
+    return load(config, overrides or (), flags)

@@ -191,7 +191,7 @@ class ShapingConfig(Section):
 
 
 class LoraConfig(Section):
-    """Train low-rank adapters instead of the weights; merged where they are published."""
+    """Train low-rank adapters instead of the weights; where they can, they travel alone."""
 
     rank: Positive | None = None
     """Null trains all weights."""

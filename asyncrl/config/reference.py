@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Iterator
 
-from asyncrl.config import learning, schema
+from asyncrl.config import learning, schema, tracing
 from asyncrl.config.schema import Config
 from asyncrl.config.section import Section
 
@@ -50,7 +50,7 @@ def _rows(section: type, prefix: str, docs: dict[tuple[str, str], str]) -> Itera
 
 
 def _classes() -> dict[str, ast.ClassDef]:
-    trees = [ast.parse(inspect.getsource(module)) for module in (schema, learning)]
+    trees = [ast.parse(inspect.getsource(module)) for module in (schema, learning, tracing)]
     nodes = (node for tree in trees for node in tree.body)
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 

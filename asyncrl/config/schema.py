@@ -8,6 +8,7 @@ from pydantic import Field
 
 from asyncrl.config.learning import LearnerConfig
 from asyncrl.config.section import Dtype, NonNegative, Positive, Seconds, Section
+from asyncrl.config.tracing import TraceConfig
 
 InFlightMode = Literal["keep", "keep_kv", "abort", "wait"]
 
@@ -100,6 +101,11 @@ class RolloutConfig(Section):
     """After its last try: the group goes on without the sample, or is dropped."""
     quarantine_after: Positive = 1
     """A prompt whose group was given up so often, for data or reward, is left out from then on."""
+    reward_failure: Literal["drop", "score"] = "drop"
+    """A reward that fails (timeout, exception, no finite number). drop: the sample has failed, is
+    tried again and then left out; score: it gets `reward_failure_score`."""
+    reward_failure_score: float = 0.0
+    """The reward of such a sample."""
 
 
 class EngineConfig(Section):
@@ -130,6 +136,9 @@ class BufferConfig(Section):
     """W: a group may overtake unfinished ones less than W positions ahead; 1 is strict order."""
     on_stale: Literal["drop", "raise"] = "drop"
     """What the check at the learner does with a sample over the bound (0 in a healthy run)."""
+    prior_incarnation: Literal["keep", "drop"] = "keep"
+    """When the learner goes back to a checkpoint: samples that no batch has yet stay, with their
+    own log-probabilities, or are produced again. Batches that it had are the same in any case."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal: they carry no advantage."""
     max_filtered_in_a_row: Positive | None = None
@@ -159,6 +168,10 @@ class ReplayConfig(Section):
 class WeightsConfig(Section):
     """Publication of weights."""
 
+    strategy: Literal["auto", "broadcast", "relay"] = "auto"
+    """broadcast: to all engines at once; relay: to one receiver a machine, from whose memory each
+    engine loads when it is ready. auto: relay for two actors or more on the CPU of one machine,
+    else broadcast."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl on GPUs, gloo on CPU."""
     timeout_s: Seconds = 60.0
@@ -237,8 +250,15 @@ class LogConfig(Section):
     """Project there."""
     tensorboard: bool = False
     """Write TensorBoard's event files below the run's folder too."""
+    prometheus: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port where Prometheus may scrape the newest records; 0 is a free one, told in status.json;
+    null is off."""
+    prometheus_host: str = "127.0.0.1"
+    """Address of that port. Who can reach it can read all metrics; there is no password."""
     wait_warn_s: Seconds = 10.0
     """A wait longer than this is written to the log, with whom it waits for."""
+    stall_warn_s: Seconds = 60.0
+    """A run that trains and makes no progress for this long says why, again at twice that."""
 
 
 class RecordConfig(Section):
@@ -248,6 +268,25 @@ class RecordConfig(Section):
     """Keep every sample that reached the learner or was left out, as it was on the wire."""
     max_gib: Annotated[float, Field(gt=0)] = 4.0
     """Recording ends at this size; what came later is counted."""
+
+
+class CheckpointConfig(Section):
+    """What a run can go on from (docs/operations.md)."""
+
+    every: Positive | None = 20
+    """Batches from one checkpoint to the next; null makes none, so that nothing can go on."""
+    keep: Positive = 2
+    """How many are kept; the latest and the best always are."""
+    max_gib: Annotated[float, Field(gt=0)] | None = 64.0
+    """What all may take together: the oldest go first, the latest and the best stay. Null is no
+    limit."""
+    score: str | None = "reward/mean"
+    """The learner's metric, averaged over the batches since the last checkpoint, that decides which
+    is the best: the highest. Null names none the best."""
+    at_end: bool = True
+    """Another one when the run ends or is stopped."""
+    background: bool = True
+    """Write beside training; false holds training up until it is written."""
 
 
 class Config(Section):
@@ -268,6 +307,8 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     record: RecordConfig = RecordConfig()
+    trace: TraceConfig = TraceConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property
     def groups_per_batch(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineError, RoleDiedError
+from asyncrl.launch.backoff import backoff_s
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.processes.role_main import RoleSpec
 
@@ -98,8 +99,7 @@ class BufferSlot:
             ) from error
         self._cluster.kill(self.host)
         self.host = self.ref = None
-        # At once the first time: everybody waits for it.
-        wait = self._config.cluster.restart_backoff_s * (2.0 ** (self._failures - 1) - 1)
+        wait = backoff_s(self._config.cluster.restart_backoff_s, self._failures, at_once=True)
         self.state, self._until = "backoff", time.monotonic() + wait
         why = str(error).splitlines()[0]
         self._tell("buffer_died", reason=why, restart_in_s=round(wait, 1))

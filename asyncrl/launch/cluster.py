@@ -43,6 +43,7 @@ class Cluster:
 
         self._ray, self._config, self._placement = ray, config, placement
         self._hosts: list[tuple[Any, Seat]] = []
+        self._relays: list[Seat] = []
         self._run_id, self._scratch = run_id, scratch
         common: dict[str, Any] = {
             "include_dashboard": False, "log_to_driver": False,
@@ -64,10 +65,16 @@ class Cluster:
             # A folder of its own, so that two runs never meet.
             roles = config.cluster.actors + config.cluster.learners + 1
             gpus = gpus_here() if placement.device == "cuda" else 0  # more actors may come
-            ray.init(
-                address="local", namespace=run_id, num_cpus=roles, num_gpus=gpus,
-                object_store_memory=80 << 20, _temp_dir=scratch, **common,
-            )  # fmt: skip
+            try:
+                ray.init(
+                    address="local", namespace=run_id, num_cpus=roles, num_gpus=gpus,
+                    object_store_memory=80 << 20, _temp_dir=scratch, **common,
+                )  # fmt: skip
+            except Exception as e:  # Ray's own start raises no narrower one
+                raise RoleDiedError(
+                    f"Ray did not start ({str(e).splitlines()[0]}): the machine is overloaded, or "
+                    f"has no memory or room on its disk for {scratch}"
+                ) from e
         try:
             self._assignment = self._assign(config, placement)
         except ConfigError:
@@ -115,7 +122,26 @@ class Cluster:
     def seat(self, name: str) -> Seat:
         """Where the role of this name, e.g. "actor-3", was assigned."""
         role, _, rank = name.partition("-")
+        if role == "relay":
+            return self._relays[int(rank)]
         return self._assignment.place(role, int(rank))
+
+    def relays(self) -> int:
+        """How many receivers of weights there must be: one on each machine that has, or has had, an
+        actor; none where weights are broadcast."""
+        if self._placement.weight_strategy == "relay":
+            for seat in self._assignment.actors:
+                if all(seat.node != relay.node for relay in self._relays):
+                    self._relays.append(Seat(seat.node, seat.label, threads=1))
+        return len(self._relays)
+
+    def relay_of(self, name: str) -> str:
+        """Where that receiver offers weights which an actor's machine has, or a receiver's own; ""
+        for other roles, and where weights are broadcast."""
+        if not self.relays() or not name.startswith(("actor-", "relay-")):
+            return ""
+        nodes = [seat.node for seat in self._relays]
+        return os.path.join(self._scratch, f"relay-{nodes.index(self.seat(name).node)}.json")
 
     def start(self, spec: RoleSpec, log_path: str) -> Any:
         """Start a role's host where the role was assigned; its Ray handle."""

@@ -48,7 +48,7 @@ def for_debugging(config: Config, sources: Mapping[str, str]) -> tuple[Config, d
 
     changes: dict[str, dict[str, Any]] = {
         "rollout": {"lease_timeout_s": PATIENCE_S},
-        "weights": {"timeout_s": PATIENCE_S},
+        "weights": {"timeout_s": PATIENCE_S, "strategy": "broadcast"},
         "cluster": {
             "device": "cpu", "learners": 1, "silent_after_s": PATIENCE_S,
             "ready_timeout_s": PATIENCE_S,

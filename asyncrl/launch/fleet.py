@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from asyncrl import out_of_memory
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncRLError, RoleDiedError, UserError
+from asyncrl.errors import AsyncRLError, EngineMemoryError, RoleDiedError, UserError
+from asyncrl.launch.backoff import backoff_s
 from asyncrl.launch.cluster import Cluster
+from asyncrl.launch.concurrency import SETTING, lacked_memory, with_in_flight
 from asyncrl.launch.processes.role_main import RoleSpec
 from asyncrl.monitor.fleet_view import RoleState
 from asyncrl.types import Version
 
-MAX_BACKOFF_S = 60.0
 GATHER_S = 20.0
 """How long training waits for the other actors after the first one is set up."""
 
@@ -54,6 +56,10 @@ class Slot:
     why: str = ""
     """How its last process ended."""
     produced: bool = field(default=False, repr=False)
+    max_in_flight: int | None = None
+    """Samples at once, since its engine ran out of memory with more; None is the setting."""
+    kills: int | None = None
+    """Processes that the kernel had killed for memory when it was started."""
 
     @property
     def name(self) -> str:
@@ -135,8 +141,19 @@ class Fleet:
         for slot in self.slots if slots is None else slots:
             slot.state, slot.produced = "starting", False
             slot.until = time.monotonic() + self._config.cluster.ready_timeout_s
-            slot.host = self._cluster.start(self._spec_of(slot.rank), self._log_of(slot.name))
+            slot.kills = out_of_memory.kills()
+            spec = with_in_flight(self._spec_of(slot.rank), slot.max_in_flight)
+            slot.host = self._cluster.start(spec, self._log_of(slot.name))
             slot.ref = slot.host.call.remote("setup")
+
+    def _lower(self, slot: Slot) -> None:
+        """Halve what an actor has in flight at once."""
+        was = slot.max_in_flight or self._config.rollout.max_in_flight
+        if was == 1:
+            return
+        slot.max_in_flight = now = max(1, was // 2)
+        slot.why += f"; goes on with {SETTING}={now}"
+        self._tell("concurrency_lowered", actor=slot.name, setting=SETTING, to=now, was=was)
 
     def scale(self, actors: int) -> tuple[list[Slot], list[Slot]]:
         """Have so many actors from now on.
@@ -213,7 +230,7 @@ class Fleet:
         slot.why = str(error).splitlines()[0]
         self._gone(slot.name, slot.why)
         # An engine that does not start may have been killed; twice in a row it is a setting.
-        mistake = isinstance(error, UserError) or slot.failures > 0
+        mistake = isinstance(error, (UserError, EngineMemoryError)) or slot.failures > 0
         if hopeless and mistake and not isinstance(error, RoleDiedError):
             raise error
         slot.failures = 1 if slot.produced else slot.failures + 1
@@ -227,10 +244,9 @@ class Fleet:
                     f"in a row; the last: {error}"
                 )
             return
-        wait = min(
-            MAX_BACKOFF_S,
-            self._config.cluster.restart_backoff_s * 2.0 ** min(slot.failures - 1, 30),
-        )
+        if lacked_memory(error, slot.kills):
+            self._lower(slot)
+        wait = backoff_s(self._config.cluster.restart_backoff_s, slot.failures)
         slot.state, slot.until = "backoff", time.monotonic() + wait
         self._tell("actor_died", actor=slot.name, reason=slot.why, restart_in_s=round(wait, 1))
 

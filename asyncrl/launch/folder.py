@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from asyncrl.config.paths import expand
@@ -19,10 +21,11 @@ _SPEAKS = re.compile(r"(Error|Exception|Fatal|Killed|out of memory|Segmentation)
 class RunFolder:
     """Paths of one run, and its small files."""
 
-    def __init__(self, config: Config, preset: str) -> None:
+    def __init__(self, config: Config, preset: str, path: str | os.PathLike[str] = "") -> None:
+        """Of a new run, or of the one that lies at `path`."""
         name = config.run.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.name = name
-        self.path = os.path.abspath(expand(config.run.dir, "run.dir") / name)
+        self.path = os.path.abspath(path or expand(config.run.dir, "run.dir") / name)
+        self.name = os.path.basename(self.path)
         self.logs = os.path.join(self.path, "logs")
         self.metrics = os.path.join(self.path, "metrics.jsonl")
         self.events = os.path.join(self.path, "events.jsonl")
@@ -41,13 +44,41 @@ class RunFolder:
                 f.write(config_text)
         except FileExistsError:
             raise ConfigError(
-                f"run.name={self.name}: {self.path} exists already; "
-                "choose another name or remove it"
+                f"run.name={self.name}: {self.path} exists already; choose another name, remove "
+                f"it, or go on with it: asyncrl launch --resume {self.name}"
             ) from None
         except OSError as e:
             raise ConfigError(
                 f"run.dir: cannot make {self.path} ({e.strerror}); set run.dir to a folder "
                 "that can be written"
+            ) from e
+
+    def take_up(self, incarnation: int, config_text: str) -> None:
+        """The run goes on as this incarnation: its end is undone, its settings may be others.
+
+        The former summary.json and, where there is another one, config.yaml are kept beside.
+
+        Args:
+            config_text: of the new config.yaml; empty leaves the former one.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        path, before = os.path.join(self.path, "config.yaml"), f".before-{incarnation}"
+        try:
+            os.makedirs(self.logs, exist_ok=True)
+            with suppress(FileNotFoundError):
+                os.replace(self.summary, f"{self.summary.removesuffix('.json')}{before}.json")
+            if config_text:
+                shutil.copyfile(path, f"{path.removesuffix('.yaml')}{before}.yaml")
+                with open(path + ".tmp", "w", encoding="utf-8") as f:
+                    f.write(config_text)
+                os.replace(path + ".tmp", path)
+            os.utime(path)  # by which the run that was launched last is found
+        except OSError as e:
+            raise ConfigError(
+                f"{self.path} cannot be written ({e.strerror}): let this user write there, or "
+                "make room"
             ) from e
 
     def log_of(self, role: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, RoleDiedError
+from asyncrl.errors import AsyncRLError, RoleDiedError, RoleFailedError
 from asyncrl.launch.folder import last_words
 
 
@@ -25,7 +25,7 @@ def result(ref: Any, name: str, log: str) -> Any:
             if isinstance(cause, AsyncRLError):
                 words = str(cause).removeprefix(f"{name}: ")
                 raise type(cause)(f"{name}: {words} (log: {log})") from None
-            raise RoleDiedError(f"{name} failed: {str(cause).strip()} (log: {log})") from None
+            raise RoleFailedError(f"{name} failed: {str(cause).strip()} (log: {log})") from None
     except ray.exceptions.RayActorError:
         pass
     words = last_words(log) or "its log says nothing of why: killed, or out of memory?"

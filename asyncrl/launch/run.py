@@ -6,32 +6,37 @@
        waits: a role's set-up,             waits: a role ends or dies; Ctrl-C; stop.wall_s
        by cluster.ready_timeout_s          released by: the learner's last step
 
-An actor that dies is restarted (`fleet`), the buffer too if it has a store (`buffer_slot`); the
-death of a learner ends the run with one message.
-Ctrl-C asks the buffer to stop: no more leases, no more batches; what does not end within DRAIN_S
-is killed. A second Ctrl-C kills at once (130).
+An actor that dies is restarted (`fleet`), the buffer too if it has a store (`buffer_slot`), all
+ranks of the learner if there are checkpoints (`learners`); else the run ends with one message.
+Ctrl-C asks the buffer to stop: no more leases, no more batches; the learner makes a checkpoint.
+What does not end within DRAIN_S or DRAIN_CHECKPOINT_S is killed; a second one kills at once (130).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, DeadlineError
+from asyncrl.checkpoints import ResumePoint
+from asyncrl.errors import AsyncRLError, DeadlineError, RoleDiedError
 from asyncrl.launch.crew import TICK_S, Crew
 from asyncrl.launch.desk import Desk, last_stats
 from asyncrl.launch.fleet import Slot
 from asyncrl.launch.interrupt import Interrupt
-from asyncrl.launch.placement import Placement
+from asyncrl.launch.learners import Rank
+from asyncrl.launch.placement import Placement, weights_text
+from asyncrl.launch.relays import Relay
+from asyncrl.launch.resume.lineage import Lineage
 from asyncrl.launch.scaling import Scaling
-from asyncrl.monitor.fleet_view import RoleState
 from asyncrl.roles import INTERRUPTED
-from asyncrl.types import Version
 
 DRAIN_S = 20.0
 """How long a stopping run may take before what is left is killed."""
+DRAIN_CHECKPOINT_S = 120.0
+"""The same, where the learner makes a last checkpoint; one that is being written is waited for."""
 SILENT_S = 30.0
 """At the end of a run, an actor that sent no record for so long is not waited for."""
 STUCK_S = 120.0
@@ -42,16 +47,16 @@ class Run:
     """One run's parts and its loop."""
 
     def __init__(
-        self, desk: Desk, placement: Placement, model_path: str, scratch: str, interrupt: Interrupt
-    ) -> None:
+        self, desk: Desk, placement: Placement, model_path: str, scratch: str,
+        interrupt: Interrupt, lineage: Lineage, resume: ResumePoint | None = None,
+    ) -> None:  # fmt: skip
         self.desk, self.config, self.folder = desk, desk.config, desk.folder
         self.placement, self.interrupt = placement, interrupt
-        self.crew = Crew(desk, placement, model_path, scratch, interrupt)
-        self.to_set_up = set(self.crew.learners)
+        self.crew = Crew(desk, placement, model_path, scratch, interrupt, lineage, resume)
         self.ended, self.reason = "failed", ""
-        self._done: set[str] = set()
         self._training = False
-        self._stopping_since: float | None = None
+        self._drain_until = math.inf
+        """After Ctrl-C: when what is left is killed (time.monotonic)."""
         self._told_to_stop = False
         self._looked = 0.0
         self._scaling: Scaling | None = None
@@ -59,7 +64,11 @@ class Run:
     def go(self) -> int:
         """Set up, train, summarise; the exit code."""
         self.desk.view.say(f"run {self.folder.name}, files in {self.folder.path}")
-        self.desk.event("launch", device=self.placement.device)
+        self.desk.view.say(f"weights: {weights_text(self.config, self.placement)}")
+        self.desk.event(
+            "launch", device=self.placement.device, weights=self.placement.weight_strategy,
+            backend=self.placement.weight_backend,
+        )  # fmt: skip
         try:
             self.crew.start()
             self._scaling = Scaling(self.crew, self.desk)
@@ -70,6 +79,8 @@ class Run:
         except Exception as e:
             self.desk.event("failed", error=type(e).__name__, message=str(e)[:2000])
             self.ended, self.reason = "failed", str(e).partition("\n")[0][:500]
+            if isinstance(e, RoleDiedError | DeadlineError) and (hint := self.how_to_go_on()):
+                raise type(e)(f"{e}; {hint}") from e
             raise
         finally:
             self.interrupt.mute()
@@ -107,51 +118,74 @@ class Run:
             self._scaling.look(ending=self.is_ending)
         actors = crew.fleet.refs()
         # The buffer first: all others wait for it.
-        calls = [*filter(None, [crew.buffer.ref]), *actors, *crew.calls]
-        done, _ = ray.wait(calls, num_returns=1, timeout=TICK_S)
+        relays = crew.relays.refs()
+        calls = [*filter(None, [crew.buffer.ref]), *actors, *relays, *crew.learners.calls]
+        with self.desk.shares.away("serve"):
+            done, _ = ray.wait(calls, num_returns=1, timeout=TICK_S)
         for ref in done:
             if ref in actors:
                 self.actor_ended(actors[ref], ref)
+            elif ref in relays:
+                self.relay_ended(relays[ref], ref)
             elif ref == crew.buffer.ref:
                 self.buffer_ended(ref)
             else:
-                self.role_ended(ref)
-        if not self._training and not self.to_set_up and crew.fleet.gathered:
+                self.learner_ended(ref)
+        if crew.learners.state == "ready" and (self._training or crew.fleet.gathered):
             self._training = True
             crew.train()
         if told := crew.buffer.tick(self.desk.board.step):
             self.desk.view.say(told)
+        if told := crew.learners.tick(
+            self.desk.board.step, partial(self.silent, limit_s=STUCK_S),
+            ending=bool(self.interrupt.count),
+        ):  # fmt: skip
+            self.desk.view.say(told)
         crew.fleet.tick(partial(self.silent, limit_s=STUCK_S))
-        if "learner-0" in self._done:
+        if self.trained:
             for slot in crew.fleet.end(partial(self.silent, limit_s=SILENT_S)):
                 self.desk.view.say(f"not waited for, silent for {SILENT_S:.0f} s: {slot.name}")
         else:
-            version = Version(0, self.desk.board.version)
-            crew.fleet.run_ready(crew.buffer.endpoint, crew.announce_to, version)
-        self.show_roles()
+            _, version = self.desk.board.position()
+            crew.fleet.run_ready(crew.buffer.endpoint, crew.learners.announce_to, version)
+            if told := crew.relays.tick(self.silent):
+                self.desk.view.say(told)
+        crew.show_roles()
         self.look_at_buffer()
         self.look_at_clock()
         self.desk.tell_evals()
+        self.desk.look_for_troubles()
         self.desk.view.refresh()
+
+    @property
+    def trained(self) -> bool:
+        """Whether learner rank 0 has trained to the end."""
+        return "learner-0" in self.crew.learners.done
+
+    def how_to_go_on(self) -> str:
+        """How the run can be resumed, if it can be."""
+        if self.config.checkpoint.every is None or self.ended == "finished":
+            return ""
+        return f"asyncrl launch --resume {self.folder.name} goes on with it"
 
     @property
     def is_ending(self) -> bool:
         """Whether the end has been asked for, by anybody, or has come."""
         stats = self.desk.board.stats
         stopped = stats is not None and stats.state != "running"
-        asked = self.interrupt.count or self.reason or "learner-0" in self._done
+        asked = self.interrupt.count or self.reason or self.trained
         return bool(stopped or asked)
 
     def late(self) -> list[str]:
         """Who must be set up before anything can be trained, and is not."""
         fleet = self.crew.fleet
-        needed = not fleet.ever_ready and "learner-0" not in self._done
+        needed = not fleet.ever_ready and not self.trained
         actors = fleet.slots[: fleet.wanted]
-        return sorted(self.to_set_up) + [s.name for s in actors if needed]
+        return self.crew.learners.late + [s.name for s in actors if needed]
 
     def over(self) -> bool:
         """Whether nothing is left to wait for."""
-        done = self._done.issuperset(self.crew.learners) and self.crew.fleet.over
+        done = self.crew.learners.state == "done" and self.crew.fleet.over
         return done and self.crew.buffer.state == "serving"  # it has the last counts
 
     def actor_ended(self, slot: Slot, ref: Any) -> None:
@@ -165,6 +199,14 @@ class Run:
             then = "restarting" if slot.state == "backoff" else f"given up, {left} actors go on"
             self.desk.view.say(f"{slot.name}, {was}: {slot.why}; {then}")
 
+    def relay_ended(self, slot: Relay, ref: Any) -> None:
+        """A receiver of weights has ended; after the learner nobody needs it."""
+        if self.trained:
+            slot.ref = None
+            return
+        result = partial(self.crew.result_of, ref, slot.name)
+        self.desk.view.say(self.crew.relays.ended(slot, result))
+
     def buffer_ended(self, ref: Any) -> None:
         """A call of the buffer has ended, well or not."""
         result = partial(self.crew.result_of, ref, "buffer-0")
@@ -172,34 +214,21 @@ class Run:
         if self._scaling is not None:
             self._scaling.buffer_is_new()
 
-    def role_ended(self, ref: Any) -> None:
-        """A call of a learner has ended."""
-        name = self.crew.calls.pop(ref)
-        outcome = self.crew.result_of(ref, name)
-        if name in self.to_set_up:
-            self.to_set_up.discard(name)
-            return
-        self._done.add(name)
-        if name == "learner-0":
-            self.reason = outcome
-            if self.ended != INTERRUPTED:
-                self.ended = "stopped" if outcome else "finished"
+    def learner_ended(self, ref: Any) -> None:
+        """A call of a learner rank has ended, well or not."""
+        learners, was = self.crew.learners, self.trained
+        learners.ended(ref, partial(self.crew.result_of, ref, learners.calls[ref]))
+        if self.trained and not was:
+            self.reason = learners.reason
+            if self.ended == INTERRUPTED:
+                self._drain_until = time.monotonic() + DRAIN_S
+            else:
+                self.ended = "stopped" if self.reason else "finished"
             last = self.ended != INTERRUPTED and self.config.eval.at_end
             self.desk.phase("last evaluation" if last and self.config.eval.samples else "ending")
 
-    def show_roles(self) -> None:
-        """What the console and status.json say of each role."""
-        view, buffer = self.desk.board.fleet, self.crew.buffer
-        if buffer.restarts or buffer.state == "backoff":
-            state: RoleState = "alive" if buffer.state == "serving" else "restarting"
-            view.update("buffer-0", state=state, restarts=buffer.restarts)
-        for slot in self.crew.fleet.slots:
-            view.update(slot.name, state=slot.shown, restarts=slot.restarts)
-        for name in self._done:
-            view.update(name, state="finished")
-
-    def silent(self, slot: Slot, limit_s: float) -> bool:
-        """Whether an actor that runs has sent no record for so long."""
+    def silent(self, slot: Slot | Relay | Rank, limit_s: float) -> bool:
+        """Whether an actor, a receiver or a rank that runs has sent no record for so long."""
         view = self.desk.board.fleet.roles.get(slot.name)
         heard = slot.since if view is None or view.heard is None else max(view.heard, slot.since)
         return time.monotonic() - heard > limit_s
@@ -207,7 +236,7 @@ class Run:
     def look_at_clock(self) -> None:
         """stop.wall_s: ask for the end once the time is up."""
         limit = self.config.stop.wall_s
-        over = self.reason or "learner-0" in self._done
+        over = self.reason or self.trained
         if limit is None or over or time.monotonic() - self.desk.board.started < limit:
             return
         if self.crew.client is not None:
@@ -220,8 +249,9 @@ class Run:
         """After Ctrl-C: ask for the end, once; True when what is left must be killed."""
         if not self.interrupt.count:
             return False
-        if self._stopping_since is None:
-            self._stopping_since = time.monotonic()
+        if self._drain_until == math.inf:
+            saves = self.config.checkpoint.every is not None and not self.trained
+            self._drain_until = time.monotonic() + (DRAIN_CHECKPOINT_S if saves else DRAIN_S)
             self.desk.phase("stopping: Ctrl-C again kills at once")
             self.ended = INTERRUPTED
         serving = self.crew.buffer.state == "serving"
@@ -229,10 +259,13 @@ class Run:
             with suppress(AsyncRLError):  # it may be down: the next look asks again
                 self.crew.client.stop(INTERRUPTED)
                 self._told_to_stop = True
-        if time.monotonic() - self._stopping_since > DRAIN_S:
+        if self.crew.saves():
+            self._drain_until = max(self._drain_until, time.monotonic() + DRAIN_S)
+        if time.monotonic() > self._drain_until:
             self.desk.view.say("killed: what had not ended in time")
             return True
-        return not self._training  # there is nothing to drain
+        # Else there is nothing to drain.
+        return self.crew.learners.state not in ("training", "failing", "done")
 
     def look_at_buffer(self) -> None:
         """Refresh the board's view of the ledger, at most once a second."""
@@ -252,11 +285,11 @@ class Run:
         stats = None
         if self.crew.client is not None:
             try:
-                version = Version(0, self.desk.board.version)
+                _, version = self.desk.board.position()
                 stats = last_stats(self.crew.client, version, self.desk.waits)
             except AsyncRLError as e:
                 self.desk.view.say(f"the ledger's last counts are not to be had: {e}")
-        self.desk.summarise(stats, self.ended, self.reason)
+        self.desk.summarise(stats, self.ended, self.reason, self.how_to_go_on())
 
     def close(self) -> None:
         """End Ray and every socket."""

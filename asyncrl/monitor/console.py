@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TextIO
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from asyncrl.monitor import words
 from asyncrl.monitor.board import Board
+from asyncrl.monitor.summary import scored
 from asyncrl.monitor.words import clock, share
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -56,7 +58,7 @@ class ConsoleView:
         if mode == "auto":
             mode = "live" if self.console.is_terminal else "plain"
         self.mode = mode
-        self._told = 0
+        self._told = board.began_at
         self._told_loading = time.monotonic()
         self._quiet_since: float | None = None
         self._quiet_told = 0.0
@@ -74,11 +76,13 @@ class ConsoleView:
     def say(self, text: str) -> None:
         """A line that stays, above the panel."""
         if self.mode != "off":
-            self.console.print(Text(text), soft_wrap=True)
-            self.file.flush()
+            with suppress(OSError):  # the terminal is gone, or the disk behind it is full
+                self.console.print(Text(text), soft_wrap=True)
+                self.file.flush()
 
     def refresh(self) -> None:
         """Show the board as it is now."""
+        self._told = min(self._told, self.board.step)  # the learner may have gone back
         if self._live is not None:
             self._live.update(self._panel())
         elif self.mode == "plain" and self.board.step > self._told:
@@ -164,7 +168,7 @@ class ConsoleView:
             # Not markup (it may quote errors), and whole: its end says who is waited for.
             table.add_row(label, Text(text, overflow="fold"))
         for version, evaluation in sorted(b.evals.items()):
-            row(f"eval v{version}", f"{evaluation.score:.3f} on {evaluation.prompts} held out")
+            row(f"eval v{version}", scored(evaluation, c.eval.samples))
         return Panel(table, title=Text(self.title), subtitle="Ctrl-C stops in order", expand=True)
 
     def _buffer_rows(self) -> list[tuple[str, str]]:

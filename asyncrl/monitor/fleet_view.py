@@ -11,7 +11,7 @@ from typing import Any, Literal
 RoleState = Literal["starting", "alive", "restarting", "leaving", "dead", "left", "finished"]
 _STARTING = ("starting", "restarting")
 _ENDED = ("dead", "left", "finished")
-_KINDS = ("launcher", "buffer", "learner", "actor")
+_KINDS = ("launcher", "buffer", "learner", "relay", "actor")
 _LOADING = {"actor": "loading the engine", "learner": "loading the model"}
 """What a role of a kind does while it starts."""
 
@@ -37,7 +37,8 @@ class RoleView:
     pid: int | None = None
     restarts: int = 0
     version: int | None = None
-    """Of its last record: what an actor's engine runs, what the learner has published."""
+    """Of its last record: what an actor's engine runs, what a relay offers, what the learner has
+    published."""
     done: str = ""
     """The last phase of its start that it has told the end of, e.g. "engine"."""
     doing_since: float = 0.0
@@ -94,7 +95,7 @@ class FleetView:
         changes: dict[str, Any] = {"heard": now}
         if record.get("pid") is not None:  # the launcher's events have none
             changes["pid"] = record["pid"]
-        if role in ("actor", "learner"):
+        if role in ("actor", "learner", "relay"):
             changes["version"] = record["version"]
         if record.get("waits") is not None:
             changes["waits"] = tuple(record["waits"])
@@ -111,7 +112,7 @@ class FleetView:
             self.roles[name] = replace(view, **changes)
 
     def ordered(self) -> list[RoleView]:
-        """Launcher, buffer, learners, actors, each by rank."""
+        """Launcher, buffer, learners, relays, actors, each by rank."""
 
         def key(view: RoleView) -> tuple[int, int, str]:
             kind, _, rank = view.name.rpartition("-")

@@ -1,17 +1,21 @@
 """status.json of a run's folder: what the run is doing now, for `asyncrl status` and others.
 
-    {"schema": 1, "run_id", "run", "pid", "process_started", "host", "state", "phase", "step",
-     "steps", "version", "reward", "elapsed_s", "left_s", "updated_at", "actors",
-     "control": {"endpoint", "curve", "keys"},
+    {"schema": 1, "run_id", "run", "pid", "process_started", "process_ticks", "host", "state",
+     "phase", "step", "steps", "version", "reward", "elapsed_s", "left_s", "updated_at", "actors",
+     "control": {"endpoint", "curve", "keys"}, "prometheus",
      "roles": [{"name", "state", "pid", "restarts", "version", "phase", "phase_s",
                 "record_age_s", "open_waits", "waits": [{"what", "on", "age_s", "deadline_s"}]}],
-     "ledger": {"counts", "gauges", "conserved", "waiting_for"}}
+     "ledger": {"counts", "gauges", "conserved", "waiting_for"},
+     "stalled": {"for_s", "why"}, "deadlines": [{"role", "what", "on", "waited_s", "ago_s"}]}
 
 `state` is running or ended; a value that is not known is null. Times are seconds, `updated_at`
-and `process_started` since the epoch. `record_age_s` is the time since the hub heard of the role
+and `process_started` since the epoch; `process_ticks` is the same on a clock that nobody sets:
+clock ticks since boot. `record_age_s` is the time since the hub heard of the role
 (a record a second); when the buffer heard of an actor is the gauge `heartbeat_age_s/ACTOR`.
 `actors`: how many the run is to have. `control`: where the launcher can be asked (docs/wire.md,
-`scale`), whether by CURVE, and the folder of lasting keys; null while the run starts.
+`scale`), whether by CURVE, and the folder of lasting keys; null while the run starts. `stalled`:
+why nothing moves; null while something does. `deadlines`: the last that have passed, in order.
+`prometheus`: the address that it can scrape; null is none.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ from typing import Any
 
 import psutil
 
+from asyncrl.disk import trouble
 from asyncrl.monitor.board import Board
 from asyncrl.monitor.fleet_view import RoleView
+from asyncrl.monitor.process import start_ticks
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +56,20 @@ def snapshot(board: Board) -> dict[str, Any]:
         "left_s": _rounded(board.seconds_left()),
         "actors": board.fleet.actors,
         "control": board.control,
+        "prometheus": board.prometheus,
         "roles": [_role(view, now) for view in board.fleet.ordered()],
         "ledger": None if stats is None else {
             "counts": stats.counts, "gauges": stats.gauges, "conserved": stats.conserved,
             "waiting_for": stats.waiting_for,
         },
+        "stalled": None if board.stalled is None else {
+            "for_s": round(now - board.stalled.since, 1), "why": board.stalled.why,
+        },
+        "deadlines": [
+            {"role": role, "what": e["what"], "on": e["on"], "waited_s": e["waited_s"],
+             "ago_s": round(now - when, 1)}
+            for when, role, e in list(board.deadlines)
+        ],
     }  # fmt: skip
 
 
@@ -97,7 +112,8 @@ class StatusFile:
         self._path, self._board, self._every_s = path, board, every_s
         self._whoami = {
             "schema": 1, "run_id": run_id, "run": run, "pid": os.getpid(),
-            "process_started": psutil.Process().create_time(), "host": socket.gethostname(),
+            "process_started": psutil.Process().create_time(),
+            "process_ticks": start_ticks(os.getpid()), "host": socket.gethostname(),
         }  # fmt: skip
         self._failed = False
         self._end = threading.Event()
@@ -111,7 +127,7 @@ class StatusFile:
         self._write("ended")
 
     def _write(self, state: str) -> None:
-        """Replace the file; a failure is logged once and tried again the next second."""
+        """Replace the file; a failure is logged once and it is tried again the next second."""
         try:
             content = self._whoami | {"state": state} | snapshot(self._board)
             content["updated_at"] = time.time()
@@ -120,6 +136,11 @@ class StatusFile:
                 json.dump(content, f, indent=1)
                 f.write("\n")
             os.replace(temporary, self._path)
+            self._failed = False
+        except OSError as e:
+            if not self._failed:
+                self._failed = True
+                log.error("%s; it is tried again", trouble(self._path, e))
         except Exception:
             if not self._failed:
                 self._failed = True

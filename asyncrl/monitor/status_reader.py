@@ -15,6 +15,7 @@ import psutil
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 from asyncrl.monitor import words
+from asyncrl.monitor.process import start_ticks
 from asyncrl.monitor.summary import ledger_line
 from asyncrl.wire import Stats
 
@@ -87,6 +88,12 @@ def describe(folder: Path, s: Status) -> Iterator[str]:
     if s.get("actors") is not None and not summary:  # an older file has none
         yield _actors(s["roles"], s["actors"])
     yield from _roles(s["roles"], ended=bool(summary))
+    if s.get("stalled") and not summary:
+        yield f"stalled   {words.age(s['stalled']['for_s'])}: {s['stalled']['why']}"
+    for d in s.get("deadlines", ()):
+        target = f"{d['what']} on {d['on']}" if d["on"] else d["what"]
+        ago = "" if summary else f", {words.age(d['ago_s'])} ago"
+        yield f"deadline  {d['role']} gave up after {words.age(d['waited_s'])} for {target}{ago}"
     if s["ledger"] is not None:
         stats = Stats(
             counts=s["ledger"]["counts"], gauges={}, conserved=s["ledger"]["conserved"],
@@ -95,12 +102,17 @@ def describe(folder: Path, s: Status) -> Iterator[str]:
         yield ledger_line(stats)
 
 
+def state_of(folder: Path, s: Status) -> str:
+    """What the run is doing or how it ended, in words."""
+    return _state(s, _summary(folder))
+
+
 def why_over(folder: Path, s: Status) -> str:
     """Why nobody can be asked any more, in words; empty while the launcher is alive."""
     summary = _summary(folder)
     if summary or s["state"] == "ended":
         return _state(s, summary)
-    if s["host"] == socket.gethostname() and not _alive(s["pid"], s["process_started"]):
+    if s["host"] == socket.gethostname() and not _alive(s):
         return _state(s, summary)
     return ""
 
@@ -122,18 +134,21 @@ def _state(s: Status, summary: Status) -> str:
     told = f"last told {words.age(ago)} ago, while {s['phase']}"
     if s["state"] == "ended":
         return f"ended, without a summary; {told}"
-    if s["host"] == socket.gethostname() and not _alive(s["pid"], s["process_started"]):
+    if s["host"] == socket.gethostname() and not _alive(s):
         return f"launcher (pid {s['pid']}) is not alive any more; {told}"
     if ago > LATE_S:
         return f"nothing heard of the launcher (pid {s['pid']} on {s['host']}); {told}"
     return str(s["phase"])
 
 
-def _alive(pid: int, started: float) -> bool:
+def _alive(s: Status) -> bool:
     """Whether the process that wrote the file lives, and not another one with its number."""
     try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - started) < SAME_START_S
+        process = psutil.Process(s["pid"])
+        if (ticks := s.get("process_ticks")) is not None:  # an older file has none
+            same = start_ticks(process.pid) == ticks
+        else:
+            same = abs(process.create_time() - s["process_started"]) < SAME_START_S
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from asyncrl.monitor.advice import advise, as_json
 from asyncrl.monitor.board import Board, Evaluation
 from asyncrl.wire import Stats
 
@@ -24,8 +25,15 @@ def ledger_line(stats: Stats) -> str:
 
 def evaluation_line(version: int, evaluation: Evaluation, asked: int) -> str:
     """One evaluation, in words; `asked`: prompts held out, of which some may have no answer."""
+    return f"eval of version {version}: {scored(evaluation, asked)}"
+
+
+def scored(evaluation: Evaluation, asked: int) -> str:
+    """An evaluation's score, and of how many prompts it is: an actor that did not come to the end
+    leaves its share out.
+    """
     of = "" if evaluation.prompts >= asked else f" of {asked}"
-    return f"eval of version {version}: {evaluation.score:.3f} on {evaluation.prompts}{of} held out"
+    return f"{evaluation.score:.3f} on {evaluation.prompts}{of} held out"
 
 
 def startup_line(board: Board) -> str:
@@ -50,6 +58,8 @@ def last_lines(board: Board, stats: Stats | None, ended: str, reason: str) -> It
     yield line
     if stats is not None:
         yield ledger_line(stats)
+    for advice in advise(board.meter.window(), board.config):
+        yield f"advice: {advice.line()}"
 
 
 def summary_of(
@@ -86,6 +96,7 @@ def summary_of(
         },
         "samples_s": median(board.samples_s),
         "busy": board.busy_shares(),
+        "advice": as_json(advise(board.meter.window(), board.config)),
         "first_token_s": board.startup.first_token_s,
         "first_step_s": board.first_step_s,
         "startup": [

@@ -56,6 +56,7 @@ def preflight(
     sources: Mapping[str, str] | None = None,
     name: str = "default",
     say: Say = lambda _: None,
+    resumed: Path | None = None,
 ) -> Preflight:
     """Check everything that needs no role's process; a missing built-in model is fetched.
 
@@ -64,12 +65,14 @@ def preflight(
         sources: where each value came from.
         name: of the configuration; the run's folder is named after it.
         say: hears progress of a fetch.
+        resumed: folder of the run that is to go on.
 
     Raises:
         UserError: what was found, one problem a line; what to change.
     """
     from asyncrl.launch.data_plane import check_launcher, keys_of
     from asyncrl.launch.placement import place
+    from asyncrl.preflight.room import check_relay
 
     placement = place(config)
     check(config, sources, placement.device)
@@ -86,7 +89,7 @@ def preflight(
 
     prompts = attempt(lambda: _prompts(config))
     reward = attempt(lambda: _reward(config))
-    path = attempt(lambda: run_path(config, name))
+    path = attempt(lambda: run_path(config, name, resumed))
     attempt(lambda: _extras(config))
     attempt(lambda: _shaping(config))
     attempt(lambda: keys_of(config))
@@ -95,6 +98,7 @@ def preflight(
     model_path = models.resolve(config.model.name, say)
     context = context_length(model_path)
     _fits(config, model_path, context)
+    check_relay(config, placement, model_path)
     _some_prompt_fits(config, model_path)
     return Preflight(
         config, placement, model_path, str(read_config(model_path).get("model_type", "unknown")),
@@ -187,14 +191,16 @@ def _reward(config: Config) -> str:
     return asyncio.run(start())
 
 
-def run_path(config: Config, name: str) -> Path:
-    """The run's folder, checked to be new and makeable.
+def run_path(config: Config, name: str, resumed: Path | None = None) -> Path:
+    """The run's folder, checked to be new and makeable, or the one that is resumed.
 
     Raises:
         ConfigError: it exists, or the folder above it cannot be written.
     """
     from asyncrl.launch.folder import RunFolder
 
+    if resumed is not None:
+        return resumed
     folder = RunFolder(config, name)
     path = Path(folder.path)
     try:
@@ -203,7 +209,8 @@ def run_path(config: Config, name: str) -> Path:
         raise ConfigError(f"run.dir={config.run.dir}: {e.strerror}: set run.dir to a folder") from e
     if exists:
         raise ConfigError(
-            f"run.name={folder.name}: {path} exists already; choose another name or remove it"
+            f"run.name={folder.name}: {path} exists already; choose another name, remove it, or "
+            f"go on with it: asyncrl launch --resume {folder.name}"
         )
     above = next(p for p in path.parents if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.buffer.rules import filtered_cap
 from asyncrl.config.schema import Config
-from asyncrl.launch.placement import rows
+from asyncrl.launch.placement import rows, weights_text
 from asyncrl.preflight.checks import Preflight
 
 
@@ -31,7 +31,7 @@ def describe(p: Preflight) -> str:
                       "training"),
         ("in flight", f"up to {capacity} samples ({c.cluster.actors} actors x "
                       f"{c.rollout.max_in_flight})"),
-        ("weights", p.placement.weight_backend),
+        ("weights", weights_text(c, p.placement)),
         ("files", f"{p.run_path}{_kept(c)}"),
         *_labelled("placement", _placement(p)),
     ]  # fmt: skip

@@ -28,6 +28,7 @@ def write_hf(
     state: dict[str, Tensor] | None = None,
     trust_remote_code: bool = False,
     partial: Path | None = None,
+    replace: bool = False,
 ) -> None:
     """Write `model` to `folder`, with the tokenizer of `origin`.
 
@@ -41,6 +42,7 @@ def write_hf(
         trust_remote_code: run code that `origin` ships.
         partial: an empty folder of the caller's to write in, which is loaded before it gets its
             name; None is `folder`.partial, of which what a killed process left is removed.
+        replace: remove what `folder` holds, once the new one is written.
 
     Raises:
         OSError, SafetensorError: the disk failed, or `folder` exists and is not empty.
@@ -55,6 +57,8 @@ def write_hf(
         _tokenizer(origin, trust_remote_code).save_pretrained(partial)
     if check:
         load_checked(partial, "auto", trust_remote_code=trust_remote_code)
+    if replace:
+        shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
 
@@ -78,8 +82,21 @@ def export(
         UserError: `out` is there already, or cannot be written.
         ModelError: the source does not load, or the copy does not.
     """
-    target = out.resolve()
-    if target.is_relative_to(source.resolve()):
+    check_free(out, source)
+    transformers_logging.disable_progress_bar()
+    model = load_checked(source, dtype or "auto", trust_remote_code=trust_remote_code)
+    write_new(out, model, source, trust_remote_code=trust_remote_code)
+    written: torch.dtype = model.dtype
+    return written
+
+
+def check_free(out: Path, source: Path) -> None:
+    """Refuse to write over anything, or into what is exported.
+
+    Raises:
+        UserError: `out` is there already, lies within `source`, or cannot be looked at.
+    """
+    if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{out} lies within {source}, which is exported: name another folder")
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
@@ -87,22 +104,38 @@ def export(
         raise _unwritable(out, e) from e
     if taken:
         raise UserError(f"{out} exists and is not an empty folder: export to another name")
-    transformers_logging.disable_progress_bar()
-    model = load_checked(source, dtype or "auto", trust_remote_code=trust_remote_code)
+
+
+def write_new(
+    out: Path,
+    model: Any,
+    origin: Path,
+    *,
+    state: dict[str, Tensor] | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """`write_hf` to a folder of the user's: whole, and checked that it loads.
+
+    Raises:
+        UserError: it cannot be written.
+        ModelError: what was written does not load.
+    """
+    target = out.resolve()
     partial = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own: whatever lies beside OUT is the user's.
         partial = Path(tempfile.mkdtemp(prefix=".export-", dir=target.parent))
         partial.chmod(0o777 & ~_umask())
-        write_hf(target, model, source, trust_remote_code=trust_remote_code, partial=partial)
+        write_hf(
+            target, model, origin, state=state, trust_remote_code=trust_remote_code,
+            partial=partial,
+        )  # fmt: skip
     except (OSError, SafetensorError) as e:
         raise _unwritable(out, e) from e
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
-    written: torch.dtype = model.dtype
-    return written
 
 
 def _umask() -> int:

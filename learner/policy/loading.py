@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from asyncrl.errors import ModelError
 from asyncrl.learner.policy.attention import FLASH_NAME, NAME
 from asyncrl.learner.policy.flash import use_flash
+from asyncrl.model_store.tensors import DTYPES, stored_tensors
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -63,6 +65,20 @@ def load_checked(path: Path, dtype: torch.dtype | str, **options: Any) -> Any:
         raise ModelError(f"cannot load a causal language model from {path}: {why}") from e
     _check_weights(found, path)
     return model
+
+
+def holds_plainly(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a folder's safetensors files hold the parameters of these names and shapes as they
+    are, not under other names, quantised or cut otherwise.
+    """
+    try:
+        stored = stored_tensors(path)
+    except ModelError:
+        return False
+    return all(
+        name in stored and stored[name].shape == shape and stored[name].dtype in DTYPES
+        for name, shape in shapes.items()
+    )
 
 
 def _check_config(config: Any, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""LoRA through peft: adapters beside frozen linear layers, merged where weights leave the learner.
+"""LoRA through peft: adapters beside frozen linear layers, merged where whole weights are wanted.
 
     y = W x + alpha/rank B A x        W [out, in] frozen, A [rank, in] random, B [out, rank] zero
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from asyncrl.adapters import Merge
 from asyncrl.config.learning import LoraConfig
 from asyncrl.errors import MissingExtraError, ModelError
-from asyncrl.learner.layout import Merge
 from asyncrl.learner.policy.sharding import whole
 
 _ADAPTER = "default"
@@ -131,4 +131,5 @@ def merged(weight: Tensor, layer: Any, dtype: torch.dtype) -> Tensor:
     """W + alpha/rank B A, whole, computed in float32 as the adapters are; a collective."""
     a, b, merge = adapter_of(layer)
     a_whole, b_whole = whole(a), whole(b)
-    return merge(whole(weight), a_whole, b_whole).to(dtype)
+    total: Tensor = merge(whole(weight), a_whole, b_whole)
+    return total.to(dtype)

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.learning import LearnerConfig
+from asyncrl.learner.collectives import sum_over_ranks
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.policy.critic import Critic
 from asyncrl.learner.policy.export import write_hf
@@ -26,6 +28,7 @@ from asyncrl.learner.policy.loading import (
     cast_frozen,
     checkpoint_layers,
     decoder_layers,
+    holds_plainly,
     load_causal_lm,
     set_attention,
 )
@@ -34,7 +37,13 @@ from asyncrl.learner.policy.lora import add_adapters, hf_parameters, merged, wit
 from asyncrl.learner.policy.optim import Trainable
 from asyncrl.learner.policy.packed import PackedPolicy, Scores
 from asyncrl.learner.policy.sharding import Sharder, compile_layers, reshard, whole
-from asyncrl.learner.policy.shards import layout_of, shards_of
+from asyncrl.learner.policy.shards import (
+    adapter_layout,
+    adapter_shards,
+    layout_of,
+    shards_of,
+)
+from asyncrl.model_store.tensors import fingerprint
 
 
 class Policy:
@@ -143,23 +152,43 @@ class Policy:
             else:
                 yield name, merged(parameter, adapted, dtype)
 
-    def layout(self, dtype: str) -> Layout:
-        """How the parameters lie on the ranks, and travel, in `dtype`, as `full_parameters`."""
-        self.reshard()
-        return layout_of(hf_parameters(self.module.model), dtype)
+    def base_is_elsewhere(self) -> bool:
+        """Whether adapters alone train and all else can be read from the model's folder, on every
+        rank: engines, which started from it, then need nothing but the adapters.
+        """
+        if self._learner.lora.rank is None:
+            return False
+        parameters = hf_parameters(self.module.model)
+        here = holds_plainly(self.path, {n: tuple(p.shape) for n, p, _ in parameters})
+        return bool(sum_over_ranks(np.array([int(not here)]), self._device)[0] == 0)
 
-    def shards(self) -> Iterator[tuple[str, Tensor]]:
+    def layout(self, dtype: str, *, adapters: bool = False) -> Layout:
+        """How the parameters lie on the ranks, and travel, in `dtype`, as `full_parameters`.
+
+        `adapters`: what trains alone, since `base_is_elsewhere`.
+        """
+        self.reshard()
+        held = hf_parameters(self.module.model)
+        if adapters:
+            return adapter_layout(held, dtype, fingerprint(self.path))
+        return layout_of(held, dtype)
+
+    def shards(self, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """This rank's rows of each part of the layout; no collective, unlike all else here.
 
         They share memory with the parameters: copy what must outlive the next step.
         """
         self.reshard()
-        yield from shards_of(hf_parameters(self.module.model))
+        held = hf_parameters(self.module.model)
+        yield from adapter_shards(held) if adapters else shards_of(held)
 
-    def save_hf(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    def save_hf(
+        self, folder: str | Path, dtype: torch.dtype = torch.float32, *, replace: bool = False
+    ) -> None:
         """Write an ordinary Hugging Face folder, with the tokenizer; rank 0 writes.
 
-        Under a temporary name beside it, renamed when whole: `folder` never is half a model.
+        Under a temporary name beside it, renamed when whole: `folder` never is half a model. With
+        `replace` it may hold an older one.
 
         Raises:
             OSError: the disk failed, or `folder` exists and is not empty.
@@ -172,7 +201,7 @@ class Policy:
         if write:
             write_hf(
                 Path(folder), self._skeleton(dtype), self.path, state=state,
-                trust_remote_code=self.trust_remote_code,
+                trust_remote_code=self.trust_remote_code, replace=replace,
             )  # fmt: skip
 
     def reshard(self) -> None:

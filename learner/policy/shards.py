@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.learner.layout import BASE, A, B, Layout, Part
+from asyncrl.adapters import BASE, A, Adapters, B
+from asyncrl.learner.layout import Layout, Part
 from asyncrl.learner.policy.lora import adapter_of
-from asyncrl.weights import ParamSpec
+from asyncrl.weights import ParamSpec, TransferPlan
 
 HeldParameters = Iterable[tuple[str, nn.Parameter, Any]]
 """Name, sharded parameter, and the layer whose adapter belongs to it (lora.hf_parameters)."""
@@ -26,8 +27,7 @@ def layout_of(parameters: HeldParameters, dtype: str) -> Layout:
             continue
         a, b, merges[name] = adapter_of(layer)
         for suffix, tensor in ((BASE, parameter), (A, a), (B, b)):
-            own = str(tensor.dtype).removeprefix("torch.")
-            parts.append(_part(name + suffix, tensor, own))
+            parts.append(_part(name + suffix, tensor, _own(tensor)))
     return Layout(tuple(params), tuple(parts), merges)
 
 
@@ -42,6 +42,41 @@ def shards_of(parameters: HeldParameters) -> Iterator[tuple[str, Tensor]]:
             continue
         a, b, _ = adapter_of(layer)
         yield from ((name + BASE, _local(parameter)), (name + A, _local(a)), (name + B, _local(b)))
+
+
+def adapter_layout(parameters: HeldParameters, dtype: str, base: int) -> Layout:
+    """The layout of what trains, where that is adapters: the engines have all else, in a folder
+    with the fingerprint `base`.
+
+    Adapters travel unrounded; engines load in `dtype`.
+    """
+    whole, parts, merges, base_dtype = [], [], {}, dtype
+    for name, parameter, layer in parameters:
+        whole.append(ParamSpec(name, dtype, tuple(parameter.shape)))
+        if layer is not None:
+            a, b, merges[name] = adapter_of(layer)
+            parts += [_part(name + A, a, _own(a)), _part(name + B, b, _own(b))]
+        if parameter.requires_grad:
+            parts.append(_part(name, parameter, dtype))
+        else:
+            base_dtype = _own(parameter)
+    load_bytes = TransferPlan(tuple(whole)).nbytes
+    adapters = Adapters(merges, base_dtype, dtype, load_bytes, base)
+    return Layout(tuple(p.spec for p in parts), tuple(parts), {}, adapters)
+
+
+def adapter_shards(parameters: HeldParameters) -> Iterator[tuple[str, Tensor]]:
+    """As `shards_of`, of an `adapter_layout`."""
+    for name, parameter, layer in parameters:
+        if layer is not None:
+            a, b, _ = adapter_of(layer)
+            yield from ((name + A, _local(a)), (name + B, _local(b)))
+        if parameter.requires_grad:
+            yield name, _local(parameter)
+
+
+def _own(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _part(name: str, tensor: nn.Parameter, dtype: str) -> Part:

@@ -129,6 +129,8 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         info["bucket_bytes"] = self.source.snapshot.bucket_bytes
         info["timeout_s"] = client.limits.transfer_s
         info["checksums"] = self.source.snapshot.checksums
+        if (adapters := self.source.snapshot.adapters) is not None:
+            info["adapters"] = adapters.to_info()
         client.start_weight_update()
         _both(lambda: client.update_weights(info), client, self._broadcast)
         client.finish_weight_update(str(client.version))

@@ -13,8 +13,8 @@ from asyncrl.types import Version
 class Journal:
     """Written by the sending thread, emptied by training's; each thing is handed out once."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+    def __init__(self, nbytes: int, pauses: bool = True) -> None:
+        self._nbytes, self._pauses = nbytes, pauses
         self._timings: deque[dict[str, float]] = deque()
         self._events: deque[dict[str, Any]] = deque()
         self._retries = self._checksum_fails = 0
@@ -39,15 +39,19 @@ class Journal:
         """Take the times of a publication: `seconds`, and those of its phases.
 
         sync/pause_s: first request to pause to last commit, as seen from here; each engine's own
-        pause lies within. sync/transfer_s: the receive phase. sync/bytes. Only with a member that
-        applied it.
+        pause lies within. Relays pause nobody. sync/transfer_s: the receive phase. sync/bytes.
+        Only with a member that applied it.
         """
         if {"begin", "receive", "commit"} <= outcome.timings.keys():
-            seconds = seconds | {
-                "sync/pause_s": outcome.timings["commit"][1] - outcome.timings["begin"][0],
-                "sync/transfer_s": outcome.took("receive"),
-                "sync/bytes": float(self._nbytes),
-            }
+            pause = outcome.timings["commit"][1] - outcome.timings["begin"][0]
+            seconds = (
+                seconds
+                | ({"sync/pause_s": pause} if self._pauses else {})
+                | {
+                    "sync/transfer_s": outcome.took("receive"),
+                    "sync/bytes": float(self._nbytes),
+                }
+            )
         self._timings.append(seconds)
 
     def take_timings(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ from asyncrl.learner.publication.shard_publisher import ShardPublisher
 from asyncrl.learner.publication.shards import Source
 from asyncrl.learner.publication.weight_fleet import Limits
 from asyncrl.roles import RoleSettings
-from asyncrl.weights import TransferPlan, publication_deadline_s
+from asyncrl.weights import publication_deadline_s
 
 
 def make_publisher(
@@ -32,14 +32,14 @@ def make_publisher(
     computes, `members` is rank 0's.
     """
     weights = config.weights
+    relayed = weights.strategy == "relay"
+    drain_s = 0.0 if relayed else weights.drain_s  # relays have no requests to wait for
     gather = None
     if settings.world > 1:
-        nbytes = TransferPlan(layout.params).nbytes
+        nbytes = layout.load_bytes
         limit = publication_deadline_s(weights.timeout_s, nbytes)
         # Before it receives, rank 0 may have to end a delivery: its rounds begin by the limit.
-        delivery = (
-            limit + weights.drain_s + Limits.of(weights.timeout_s, nbytes, weights.drain_s).round_s
-        )
+        delivery = limit + drain_s + Limits.of(weights.timeout_s, nbytes, drain_s).round_s
         gather = Gather(
             rank=settings.rank, world=settings.world, timeout_s=limit,
             patience_s=delivery + STUCK_MARGIN_S, address=settings.host,
@@ -52,5 +52,5 @@ def make_publisher(
     return BroadcastPublisher(
         members, source=source, layout=layout, gather=gather,
         backend=settings.weight_backend, address=settings.host, device=device,
-        timeout_s=weights.timeout_s, drain_s=weights.drain_s, keys=settings.keys,
+        timeout_s=weights.timeout_s, drain_s=drain_s, keys=settings.keys, relayed=relayed,
     )  # fmt: skip

@@ -43,7 +43,8 @@ class Member(NamedTuple):
     endpoint: str
     """Of its weight service."""
     workers: int
-    """Engine workers, each a rank of the transfer group."""
+    """Ranks of the transfer group that it needs: its engine workers. 0: it is never sent anything,
+    but loads from its machine's relay, which is a member too."""
 
 
 @dataclass(slots=True)
@@ -55,8 +56,6 @@ class _Standing:
     """Its last announcement."""
     applied: Version
     ready: bool
-    due: Version | None = None
-    """The next version it should take; None until one is published or applied."""
     left_alone_until: float = 0.0
     failures: int = 0
     """In a row."""
@@ -71,22 +70,24 @@ class Members:
     """
 
     def __init__(
-        self, host: str = "127.0.0.1", *, fresh_s: float = FRESH_S, keys: Keys | None = None
-    ) -> None:
+        self, host: str = "127.0.0.1", *, port: int = 0, fresh_s: float = FRESH_S,
+        keys: Keys | None = None,
+    ) -> None:  # fmt: skip
         self._fresh_s = fresh_s
         self._standings: dict[str, _Standing] = {}
         self._changed = threading.Condition()
         self.on_change: Callable[[], None] | None = None
         self.malformed = 0
         """Messages that were no announcement."""
-        self.skipped = 0
-        """Versions that members did not get because a newer one reached them first."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
         self.gate = secure_server(self._socket, keys)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        if port:  # where a former learner was found
+            self._socket.bind(f"tcp://{host}:{port}")
+        else:
+            port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         """Where actors announce themselves."""
         self._thread = threading.Thread(target=self._receive, name="members", daemon=True)
@@ -106,7 +107,10 @@ class Members:
             return [
                 s.member
                 for s in self._fresh()
-                if s.ready and s.applied < version and s.left_alone_until <= now
+                if s.ready
+                and s.member.workers
+                and s.applied < version
+                and s.left_alone_until <= now
             ]
 
     def lacking(self, version: Version, failed: bool = True) -> list[str]:
@@ -119,12 +123,13 @@ class Members:
             return [s.member.name for s in late if failed or not s.failures]
 
     def lag(self, version: Version) -> int | None:
-        """Versions by which the last of the fresh members is behind; None when there is none."""
+        """Versions by which the last of the fresh members is behind; None when there is none.
+
+        By number; one of an earlier incarnation is behind by at least one.
+        """
         with self._changed:
             lags = [
-                version.version - s.applied.version
-                if s.applied.incarnation == version.incarnation
-                else version.version
+                max(version.version - s.applied.version, int(s.applied < version))
                 for s in self._fresh()
             ]
         return max(0, *lags) if lags else None
@@ -140,18 +145,12 @@ class Members:
 
     # --- what the publisher learns -----------------------------------------------------------
 
-    def published(self, version: Version) -> None:
-        """From now on each fresh member should take `version`: one that never does, skips it."""
-        with self._changed:
-            for s in self._fresh():
-                s.due = s.due or version
-
     def took(self, member: Member, version: Version) -> None:
         """`member` has applied `version`; its announcement may come later."""
         with self._changed:
             if (s := self._standing(member)) is None:
                 return
-            self._applied(s, version)
+            s.applied = max(s.applied, version)
             s.ready, s.failures, s.left_alone_until = True, 0, 0.0
 
     def failed(self, member: Member, *, gone: bool) -> None:
@@ -188,7 +187,7 @@ class Members:
             message, _ = wire.decode(frames)
         except WireError:
             message = None
-        if not isinstance(message, wire.Announce) or not message.name or message.workers < 1:
+        if not isinstance(message, wire.Announce) or not message.name or message.workers < 0:
             self.malformed += 1
             return
         member = Member(message.name, message.pid, message.endpoint, message.workers)
@@ -198,18 +197,10 @@ class Members:
                 s = _Standing(member, now, message.applied, message.ready)
                 self._standings[member.name] = s
             s.heard, s.ready, s.gone = now, message.ready, False
-            self._applied(s, message.applied)
+            s.applied = max(s.applied, message.applied)  # `took` may have known it before
             self._changed.notify_all()
-        if self.on_change is not None:
-            self.on_change()
-
-    def _applied(self, s: _Standing, version: Version) -> None:
-        """Each version that a member applies comes here first, from whoever knows it first."""
-        if version <= s.applied:
-            return
-        if s.due is not None and s.due.incarnation == version.incarnation:
-            self.skipped += max(0, version.version - s.due.version)
-        s.applied, s.due = version, Version(version.incarnation, version.version + 1)
+        if (tell := self.on_change) is not None:  # read once: the publisher may be closing
+            tell()
 
     def _fresh(self) -> list[_Standing]:
         oldest = time.monotonic() - self._fresh_s

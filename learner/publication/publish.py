@@ -30,6 +30,7 @@ from asyncrl.learner.publication.round import Courier
 from asyncrl.learner.publication.shards import Source
 from asyncrl.learner.publication.snapshot import Snapshot
 from asyncrl.security import Keys
+from asyncrl.spans import SpanLog
 from asyncrl.types import Version
 from asyncrl.weights import BUCKET_BYTES, publication_deadline_s
 
@@ -59,7 +60,7 @@ class BroadcastPublisher:
     `source` yields (name, this rank's rows) of each part of `layout`, in order; `gather` brings
     the other ranks', and is None without any. `members` may be empty: actors come and go, and
     hold the initial model, which is version 0 and is not sent. What an actor does wrong cuts it
-    out and shows in `take_events`; it raises nowhere.
+    out and shows in `take_events`; it raises nowhere. `relayed`: the members are relays.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class BroadcastPublisher:
         address: str = "127.0.0.1",
         bucket_bytes: int = BUCKET_BYTES,
         keys: Keys | None = None,
+        relayed: bool = False,
     ) -> None:
         self._source = source
         self._members = members
@@ -84,19 +86,22 @@ class BroadcastPublisher:
             layout, gather=gather, hashed=backend == "gloo", pinned=device.type == "cuda",
             bucket_bytes=bucket_bytes,
         )  # fmt: skip
-        nbytes = self._snapshot.plan.nbytes
+        nbytes = self._snapshot.load_bytes
         self._deadline_s = publication_deadline_s(timeout_s, nbytes) + drain_s
         self._courier = Courier(
             self._snapshot, backend=backend, address=address, device=device, timeout_s=timeout_s,
             drain_s=drain_s, keys=keys,
         )  # fmt: skip
-        self._journal = Journal(nbytes)
+        self.spans = SpanLog()
+        """Gets each delivery, and its phases."""
+        self._journal = Journal(self._snapshot.plan.nbytes, pauses=not relayed)
         # All below is guarded by `_state`, which is notified of every change.
         self._state = threading.Condition()
         self._version: Version | None = None  # of the snapshot
         self._next: _Job | None = None  # a publication that the thread has not begun
         self._busy = self._filling = self._closing = False
         self._error: WeightSyncError | None = None
+        self._lacking: list[str] = []  # whom `finish` waits for
         members.on_change = self._wake
         self._thread = threading.Thread(target=self._run, name="weights-send", daemon=True)
         self._thread.start()
@@ -117,7 +122,6 @@ class BroadcastPublisher:
             self._filled(None, None)  # half a version: nobody may get it
             raise
         now = time.monotonic()
-        self._members.published(version)
         self._filled(version, _Job(version, now, now - started))
 
     def _filled(self, version: Version | None, job: _Job | None) -> None:
@@ -152,7 +156,7 @@ class BroadcastPublisher:
             if version is None:
                 return []
             while True:
-                lacking = self._members.lacking(version)
+                self._lacking = lacking = self._members.lacking(version)
                 if not lacking:
                     self._wait_until_idle()  # it may still take note of who took the version
                     return []
@@ -160,6 +164,7 @@ class BroadcastPublisher:
                 limit = timeout_s if hopeful else min(timeout_s, FAILED_S)
                 left = began + limit - time.monotonic()
                 if left <= 0:
+                    self._lacking = []
                     return lacking
                 self._check()
                 self._state.wait(min(left, _LOOK_S))
@@ -182,8 +187,10 @@ class BroadcastPublisher:
         return self._journal.take_events()
 
     def waiting_for(self) -> str:
-        """Phase, ranks or members that have not answered and the seconds left; "" when idle."""
-        return self._snapshot.waiting_for() or self._courier.waiting_for()
+        """Phase, ranks or members that have not answered and the seconds left; at the end, who
+        lacks the last version; "" when idle."""
+        sending = self._snapshot.waiting_for() or self._courier.waiting_for()
+        return sending or ", ".join(self._lacking)
 
     def close(self) -> None:
         """Wait for the last publication and leave the group; at once if the thread is stuck.
@@ -260,9 +267,17 @@ class BroadcastPublisher:
     def _do(self, job: _Job) -> None:
         took = {} if job.cut_at is None else self._snapshot.complete(job.version)
         began = time.monotonic()
+        if job.cut_at is not None:
+            self.spans.add("publication", "gather", job.cut_at, began)
         members = self._members.behind(job.version)
         outcome = self._courier.deliver(job.version, members, began + self._deadline_s)
         now = time.monotonic()
+        for phase, (start, end) in outcome.timings.items():
+            self.spans.add("publication", phase, start, end)
+        self.spans.add(
+            "publication", f"version {job.version}", job.cut_at or began, now,
+            applied=len(outcome.applied), cut_out=len(outcome.cuts),
+        )  # fmt: skip
         for member in outcome.applied:
             self._members.took(member, job.version)
         for cut in outcome.cuts:
@@ -270,6 +285,8 @@ class BroadcastPublisher:
         self._journal.note(job.version, outcome, now - began if job.cut_at is None else None)
         if job.cut_at is not None:
             took |= {"sync/blocked_s": job.blocked_s, "sync/total_s": now - job.cut_at}
+            if (travels := self._snapshot.plan.nbytes) < self._snapshot.load_bytes:
+                took["sync/delta_frac"] = travels / self._snapshot.load_bytes
             self._journal.time(outcome, took)
         with self._state:
             self._busy = False

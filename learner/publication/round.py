@@ -88,7 +88,7 @@ class Courier:
         self._backend = backend
         self._address = address
         self._device = device
-        self._limits = Limits.of(timeout_s, snapshot.plan.nbytes, drain_s)
+        self._limits = Limits.of(timeout_s, snapshot.load_bytes, drain_s)
         self._keys = keys
         self._client: FleetClient | None = None
         self._sender: Any = None

@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.publication.gather import Gather
 from asyncrl.learner.publication.shards import Shards, Source
+from asyncrl.spans import SpanLog
 from asyncrl.types import Version
 
 
@@ -31,6 +32,8 @@ class ShardPublisher:
     ) -> None:
         self._source, self._gather = source, gather
         self._shards = Shards(layout.parts, rank=gather.rank, world=gather.world, pinned=pinned)
+        self.spans = SpanLog()
+        """Gets each gathering."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-send")
         self._sending: Future[None] | None = None
         self._failed = False
@@ -43,7 +46,11 @@ class ShardPublisher:
         """
         self.wait()
         self._shards.cut(self._source())
-        self._sending = self._thread.submit(self._gather.run, self._shards, version)
+        self._sending = self._thread.submit(self._run, version)
+
+    def _run(self, version: Version) -> None:
+        with self.spans.span("publication", f"gather {version}"):
+            self._gather.run(self._shards, version)
 
     def wait(self) -> None:
         """Wait until rank 0 has the last shards, by the gather's deadline.

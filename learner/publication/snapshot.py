@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from asyncrl.learner.layout import BASE, A, B, Layout
+from asyncrl.adapters import BASE, A, B
+from asyncrl.learner.layout import Layout
 from asyncrl.learner.publication.gather import Gather
 from asyncrl.learner.publication.shards import Shards, Source
 from asyncrl.types import Version
-from asyncrl.weights import BUCKET_BYTES, TransferPlan
+from asyncrl.weights import BUCKET_BYTES, BYTES_PER_S, TransferPlan
 
 
 class Snapshot:
@@ -41,10 +42,14 @@ class Snapshot:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.plan = TransferPlan(layout.params)
+        self.adapters = layout.adapters
+        self.load_bytes = layout.load_bytes
+        """What an engine loads of it: more than the plan's bytes where adapters travel alone."""
         self.bucket_bytes = bucket_bytes
         self.checksums: list[int] = []
         """Of each parameter's bytes, in the order of the plan, once complete."""
         self._gather, self._hashed = gather, hashed
+        self._whole_by = 0.0
         self._flat = _flat_buffers(self.plan, pinned)
         self._places = _places(self.plan, self._flat)
         merged = {name + suffix for name in layout.merges for suffix in (BASE, A, B)}
@@ -81,6 +86,7 @@ class Snapshot:
         if self._gather is not None:
             self._gather.run(self._shards, version)
         self._shards.settled = True
+        self._whole_by = time.monotonic() + self.load_bytes / BYTES_PER_S
         views = dict(self._views)
         for name, merge in self._merges.items():
             base, a, b = (self._raw_view(name + suffix) for suffix in (BASE, A, B))
@@ -105,8 +111,9 @@ class Snapshot:
 
     @property
     def deadline(self) -> float:
-        """When the gather under way, or the last one, ends at the latest (time.monotonic)."""
-        return self._gather.deadline if self._gather is not None else 0.0
+        """When the completion under way, or the last one, ends at the latest (time.monotonic)."""
+        gathered_by = self._gather.deadline if self._gather is not None else 0.0
+        return max(gathered_by, self._whole_by)
 
     def waiting_for(self) -> str:
         """Whose shards are missing, and the seconds left; "" when nothing is gathered."""

@@ -174,6 +174,7 @@ def test_failures_are_reported_and_survived(run: Callable[..., None]) -> None:
                 assert "user_reward:act" in str(e.value)
                 assert await act(w, "fine") == 1.0
             assert (w.timeouts, w.errors, w.restarts) == (0, len(FAILURES), 2)
+            assert w.no_number == 4, "nan, none, text, async"
 
     run(main())
 

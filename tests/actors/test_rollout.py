@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from asyncrl.actors import rollout
-from asyncrl.actors.rollout import RolloutLoop, build_trajectory
+from asyncrl.actors.progress import Progress
+from asyncrl.actors.rollout import RolloutLoop
+from asyncrl.actors.trajectories import build_trajectory
 from asyncrl.buffer.client import AsyncBufferClient, BufferClient
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.server import BufferServer
@@ -16,7 +18,9 @@ from asyncrl.config.schema import Config, RolloutConfig
 from asyncrl.errors import EngineError, RewardError
 from asyncrl.idlog import IdLog
 from asyncrl.metrics import TimeShares
+from asyncrl.monitor.trace.reading import read_spans
 from asyncrl.protocols import Generation
+from asyncrl.spans import span_log
 from asyncrl.types import BatchPart, FinishReason, GroupId, Prompt, SampleId, Version
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.runs import read_ids
@@ -50,10 +54,12 @@ class Scorer:
 class Actor:
     """A buffer server, one actor's loop and the learner's end, in one event loop."""
 
-    def __init__(self, tmp_path, *, S=1, scorer=None, encode=None, max_attempts=2, engine=None):
+    def __init__(
+        self, tmp_path, *, S=1, scorer=None, encode=None, max_attempts=2, engine=None, **rollout
+    ):
         self.config = Config(
             rollout=RolloutConfig(group_size=GROUP, max_prompt_tokens=8, max_new_tokens=8,
-                                  max_in_flight=6, max_attempts=max_attempts),
+                                  max_in_flight=6, max_attempts=max_attempts, **rollout),
             learner=LearnerConfig(batch_size=BATCH),
         )  # fmt: skip
         prompts = ((GroupId("toy", 0, i), Prompt(text=f"p{i}")) for i in itertools.count())
@@ -77,7 +83,8 @@ class Actor:
         self.ids = IdLog(str(self.ids_path))
         self.loop = RolloutLoop(
             self.config, name="actor-0", engine=self.engine, client=self.client,
-            reward=self.scorer, encode=self.encode, shares=TimeShares(), ids=self.ids,
+            reward=self.scorer, encode=self.encode, ids=self.ids,
+            shares=TimeShares(spans=span_log(str(self.ids_path.parent), "actor", 0, "t", 1.0)),
         )  # fmt: skip
         self.running = asyncio.create_task(self.loop.run())
         self.learner = BufferClient(endpoint, "t", "learner", 0)
@@ -257,13 +264,13 @@ class StuckEngine(FakeEngine):
 def test_samples_that_are_stuck_in_the_engine_lose_their_leases(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout, "PROGRESS_EVERY_S", 0.01)
     looked = []  # a lease each time
-    report = rollout._Progress.report
+    report = Progress.report
 
     def spy(progress):
         looked.append(progress)
         return report(progress)
 
-    monkeypatch.setattr(rollout._Progress, "report", spy)
+    monkeypatch.setattr(Progress, "report", spy)
 
     async def scenario():
         async with Actor(tmp_path, S=8, engine=StuckEngine()) as a:
@@ -289,6 +296,32 @@ def test_a_failing_reward_is_counted_and_its_group_given_up(tmp_path):
             assert GROUP * 2 - 1 <= stats.counts["failed"] <= GROUP * 2
             assert stats.conserved
             await until(lambda: a.loop.failures == {"reward": a.ledger.counts()["failed"]})
+            await until(lambda: a.loop.discarded_tokens >= 6 * a.loop.failures["reward"])
+            await until(lambda: a.loop.scoring == 0)
+            a.loop.shares.spans.flush()
+            assert a.loop.generated_tokens >= a.loop.discarded_tokens > 0
+
+    run(scenario)
+    (process,) = read_spans(tmp_path).processes
+    samples = [s for s in process.spans if s.track == "sample"]
+    assert {s.fields["became"] for s in samples} >= {"accepted", "failed"}
+    for s in samples:
+        ends = s.ends()
+        assert [s.at, *ends] == sorted([s.at, *ends])
+        assert ends[-1] == s.end
+        assert len(ends) == (3 if s.fields["became"] == "accepted" else 2)
+        assert s.fields["tokens"] == 6
+        assert (s.fields["id"][2] == 1) == (s.fields["became"] == "failed")
+
+
+def test_a_failing_reward_is_scored_by_config(tmp_path):
+    async def scenario():
+        scored = {"reward_failure": "score", "reward_failure_score": -2.0}
+        async with Actor(tmp_path, S=4, scorer=Scorer(fail_on=["p1"]), **scored) as a:
+            part = await a.train(1)
+            rewards = {(h.id.index, h.reward) for h in part.manifest}
+            assert rewards == {(0, 6.0), (1, -2.0)}
+            assert (a.loop.scored_failures, a.loop.failures) == (GROUP, {})
 
     run(scenario)
 

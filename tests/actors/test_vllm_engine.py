@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from asyncrl.actors.vllm_engine import VllmEngine
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, EngineMemoryError
 from asyncrl.protocols import Engine, Generation, GenerationRequest
 from asyncrl.types import FinishReason, Version
 from tests.helpers.engines import EngineHost, engine_config, hf_logprobs, save_model, tiny_model
@@ -26,9 +26,29 @@ PROMPT = (5, 6, 7, 8)
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHost]:
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    path = save_model(tiny_model("llama", tied=True), folder, tokenizer=True)
+    return save_model(tiny_model("llama", tied=True), folder, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def other(path: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with an engine; it says the engine's pids."""
+    script = Path(path).with_name("host.py")
+    script.write_text(HOST_SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), path], stdout=subprocess.PIPE, text=True, env=_child_env()
+    )
+    yield process
+    process.kill()
+    process.wait(60)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def host(path: str, other: subprocess.Popen[str]) -> Iterator[EngineHost]:
+    """Forked; the other process, whose engine vLLM spawns, comes up at the same time."""
     with EngineHost(engine_config(), path) as h:
         yield h
 
@@ -124,26 +144,14 @@ if __name__ == "__main__":
 """
 
 
-def test_no_process_outlives_a_killed_host(tmp_path: Path) -> None:
-    path = save_model(tiny_model("llama", tied=True), tmp_path / "model")
-    script = tmp_path / "host.py"
-    script.write_text(HOST_SCRIPT)
-    host = subprocess.Popen(
-        [sys.executable, str(script), path], stdout=subprocess.PIPE, text=True, env=_child_env()
-    )
-    try:
-        assert host.stdout is not None
-        engine = [psutil.Process(int(p)) for p in host.stdout.readline().split()]
-        assert len(engine) == 1  # the engine core, which holds the one worker
-        everyone = [*engine, *psutil.Process(host.pid).children(recursive=True)]
-        host.send_signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(everyone, timeout=60)
-        assert not alive
-    finally:
-        host.kill()
-        host.wait(60)
-        assert host.stdout is not None
-        host.stdout.close()
+def test_no_process_outlives_a_killed_host(other: subprocess.Popen[str]) -> None:
+    assert other.stdout is not None
+    engine = [psutil.Process(int(p)) for p in other.stdout.readline().split()]
+    assert len(engine) == 1  # the engine core, which holds the one worker
+    everyone = [*engine, *psutil.Process(other.pid).children(recursive=True)]
+    other.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(everyone, timeout=60)
+    assert not alive
 
 
 def _child_env() -> dict[str, str]:
@@ -172,3 +180,19 @@ def test_unusable_model_is_an_engine_error(tmp_path: Path) -> None:
                 weight_backend="gloo",
             )
         )
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("environment")
+def test_a_cache_that_holds_no_request_is_a_lack_of_memory(tmp_path: Path) -> None:
+    """vLLM says so in its process's log alone."""
+    save_model(tiny_model("llama", tied=False), tmp_path)
+    with pytest.raises(
+        EngineMemoryError, match=r"No available memory.*: raise engine\.kv_cache_gib"
+    ):
+        asyncio.run(
+            VllmEngine.start(
+                engine_config(kv_cache_gib=1e-5), str(tmp_path), device="cpu", threads=1, seed=0,
+                weight_backend="gloo",
+            )
+        )  # fmt: skip

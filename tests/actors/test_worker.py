@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl import wire
+from asyncrl.actors.announce import Announcer
 from asyncrl.actors.vllm_engine import VllmEngine
 from asyncrl.actors.weights import EngineWeights
 from asyncrl.actors.worker import ActorWorker
@@ -155,7 +156,7 @@ class Host:
 
     def _publish(self) -> None:
         assert self.members.wait_for(1, 30.0), "not announced"
-        fleet = FleetClient([Member("actor-0", 1, self.worker.weights.endpoint, 1)])
+        fleet = FleetClient([Member("actor-0", 1, self.worker.weights.service.endpoint, 1)])
         fleet.start_round(self.version)
         try:
             fleet.start_weight_update()
@@ -278,15 +279,15 @@ def test_an_actor_that_is_to_leave_ends_and_takes_no_more_weights(
             await host.train(1)
             await host.publish()
             # An update under way is ended first: others may be in it.
-            await host.worker.subscriber.begin(Version(0, 2))
+            await host.worker.weights.subscriber.begin(Version(0, 2))
             await asyncio.to_thread(chief.scale, 1, ["actor-0"])
             while host.worker.waits.open() == () or "weight update" not in str(
                 host.worker.waits.open()
             ):
                 assert not running.done()
                 await asyncio.sleep(0.01)
-            await host.worker.subscriber.receive(INFO)
-            await host.worker.subscriber.commit(Version(0, 2))
+            await host.worker.weights.subscriber.receive(INFO)
+            await host.worker.weights.subscriber.commit(Version(0, 2))
             await running
             assert host.worker.engine.version == Version(0, 2)
             # Its last word was that it is not ready: no publication waits for it.
@@ -337,13 +338,30 @@ def test_an_actor_whose_weights_service_breaks_ends(
             async def broken(frames: list[bytes]) -> wire.Message:
                 raise RuntimeError("a bug in the service")
 
-            monkeypatch.setattr(host.worker.weights, "_answer", broken)
+            monkeypatch.setattr(host.worker.weights.service, "_answer", broken)
             running = host.run()
             with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.connect(host.worker.weights.endpoint)
+                socket.connect(host.worker.weights.service.endpoint)
                 await socket.send_multipart(wire.encode(wire.StatsRequest()))
                 with pytest.raises(RuntimeError, match="a bug in the service"):
                     await running
+
+    run(scenario())
+
+
+def test_an_actor_that_announces_itself_no_more_ends(
+    hosted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get no weights, and soon no leases, and nobody would be told why."""
+
+    def broken(announcer: Announcer) -> None:
+        raise RuntimeError("a bug in the announcer")
+
+    async def scenario() -> None:
+        async with hosted(config(steps=3, n=1)) as host:
+            monkeypatch.setattr(Announcer, "_announce", broken)
+            with pytest.raises(RuntimeError, match="a bug in the announcer"):
+                await host.run()
 
     run(scenario())
 

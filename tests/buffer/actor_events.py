@@ -107,7 +107,8 @@ class ActorEvents(Model):
         lease, group, before = self.leases[key[0]], self.leases[key[0]].group, self.state[key]
         result = self.result(key, data, reward)
         status = self.ledger.accept(result, self.now)
-        if not group.wants(key[1]) or before not in ("leased", "requeued"):
+        gone = self.prior_drop and lease.version.incarnation < self.version.incarnation
+        if not group.wants(key[1]) or before not in ("leased", "requeued") or gone:
             assert status == "duplicate"
             if before == "leased":
                 self.end(key)

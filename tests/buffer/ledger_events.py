@@ -149,12 +149,34 @@ class Events(ActorEvents):
                 self.pool.pop(group.id, None)
                 for i in group.ids:
                     del self.retired[i]  # it will be told again
+        if self.prior_drop:
+            self.take_back()
         self.committed = batch
         self.last_versions[self.version.incarnation] = self.version.version
         self.version = self.restarted_at = Version(incarnation, batch // self.n_pub)
         for k in list(self.batches):
             self.keeps_the_bound(k)
             self.is_served_identical(k)
+
+    def take_back(self) -> None:
+        """What is in no batch is produced again; each result is told as that, once."""
+        expected = set()
+        for group in self.groups:
+            if group.status == "live":
+                expected |= set(group.ids)
+                self.settle(group, "requeued")
+                group.rewards.clear()
+                group.winner.clear()
+        told = self.ledger.take_retired()
+        assert {gone.envelope.header.id for gone in told} == expected
+        assert len(told) == len(expected)
+        for gone in told:
+            assert (gone.outcome, gone.batch) == ("requeued", None)
+            assert gone.incarnation == self.version.incarnation
+            assert gone.envelope is self.sent.pop(gone.envelope.header.id)
+        self.taken_back += len(told)
+        self.seen["taken back"] += len(told)
+        self.pool.clear()
 
     @rule(data=st.data(), most=st.integers(1, 5))
     def rewind_under_way(self, data: Source, most: int) -> None:

@@ -88,6 +88,7 @@ class Model:
         self.filter = self.size > 1 and choose(data, (False, True))
         self.attempts, self.quarantine_after = choose(data, (1, 2)), choose(data, (1, 2))
         self.drop, self.retain = choose(data, (False, True)), choose(data, (False, True, True))
+        self.prior_drop = choose(data, (False, False, True))
         self.R, self.replay_S = choose(data, (0, 0, 1, 2)), choose(data, (1, 2, 4))
         self.by = choose(data, ("uniform", "advantage", "fresh"))
         total, per_epoch = prompts or choose(data, (3, 12, 1000)), choose(data, (15, 10_000))
@@ -97,6 +98,7 @@ class Model:
             max_staleness=self.S, window=self.W, ranks=2, lease_timeout_s=TIMEOUT_S,
             max_attempts=self.attempts, filter_zero_variance=self.filter,
             failed_member="drop" if self.drop else "shrink", retain=self.retain,
+            prior_incarnation="drop" if self.prior_drop else "keep",
             quarantine_after=self.quarantine_after, replay_groups=self.R,
             replay_max_staleness=self.replay_S, replay_by=self.by, seed=7,
         )  # fmt: skip
@@ -111,7 +113,7 @@ class Model:
         self.next_batch, self.committed, self.covered_to = 1, 0, 0
         self.pool: dict[GroupId, Trained] = {}
         self.replayed = 0
-        self.completed = 0
+        self.completed, self.taken_back = 0, 0
         self.group_failures: Counter[int] = Counter()
         self.sent: dict[SampleId, Envelope] = {}  # accepted results
         self.place: dict[SampleId, tuple[int, int, int]] = {}  # batch, rank, position

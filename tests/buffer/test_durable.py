@@ -101,10 +101,12 @@ def test_what_was_acknowledged_is_there_after_a_restart(
     async def scenario(stack: AsyncExitStack) -> None:
         actor = await stack.enter_async_context(peers.actor(server, resend_s=0.2))
         rank = stack.enter_context(peers.learner(server, resend_s=0.2))
+        saver = stack.enter_context(peers.learner(server, resend_s=0.2))  # for its checkpoints
         for batch in range(1, 7):
             assert set(await produce(actor, 4, sent)) == {"accepted"}
             if batch % 2:
                 await asyncio.to_thread(server.restart)
+            await asyncio.to_thread(saver.stats)
             part = await asyncio.to_thread(rank.pull, batch, 20)
             assert isinstance(part, BatchPart)
             assert all(same_arrays(e, sent[e.header.id]) for e in part.envelopes)

@@ -258,3 +258,53 @@ def test_a_sample_of_two_incarnations_counts_by_its_lowest_number() -> None:
     assert give(ledger, near, 0, actor="old", **both) == "accepted"
     assert give(ledger, far, 0, actor="old", **both) == "unknown"
     assert give(ledger, far, 0, actor="old") == "accepted"
+
+
+def test_samples_of_an_earlier_incarnation_are_counted_once_they_are_trained() -> None:
+    ledger = make()
+    train(ledger, 3)
+    assert ledger.counts()["prior_incarnation"] == 0
+    assert "samples/prior_incarnation" not in ledger.metrics(0.0)
+    ledger.rewind(1, 1)
+    train(ledger, 3)  # two of them once more, one that is new
+    assert ledger.metrics(0.0)["samples/prior_incarnation"] == 4
+    ledger.rewind(2, 2)
+    assert ledger.counts()["prior_incarnation"] == 2
+    train(ledger, 2)
+    assert ledger.counts()["prior_incarnation"] == 6
+    ledger.covered(4)
+    assert ledger.counts()["prior_incarnation"] == 6
+
+
+def test_with_drop_what_no_batch_has_is_produced_again() -> None:
+    ledger = make(prior_incarnation="drop", max_staleness=9)
+    train(ledger, 3)
+    leases = [ledger.lease("a", ledger.version, 2, 0.0)[0] for _ in range(4)]
+    first, second, third, fourth = leases
+    for lease, k in ((first, 0), (first, 1), (second, 0), (second, 1), (third, 0)):
+        assert give(ledger, lease, k) == "accepted"
+    assert ledger.assign(4) is not None  # the first group
+    ledger.take_retired()
+    before = [part.manifest for part in (ledger.part(k, 0) for k in (3, 4)) if part]
+    ledger.rewind(2, 1)
+    taken = [(r.outcome, r.incarnation, r.envelope.header.id) for r in ledger.take_retired()]
+    assert taken == [
+        ("requeued", 0, second.group.sample(0)), ("requeued", 0, second.group.sample(1)),
+        ("requeued", 0, third.group.sample(0)),
+    ]  # fmt: skip
+    assert give(ledger, fourth, 0) == "duplicate", "it comes too late"
+    assert ledger.conserved()
+    again = [part.manifest for part in (ledger.part(k, 0) for k in (3, 4)) if part]
+    assert again == before, "what a batch had it has again"
+    (lease,) = ledger.lease("a", Version(1, 2), 2, 0.0)
+    assert (lease.group, lease.samples) == (second.group, (0, 1))
+    assert give(ledger, lease, 0) == "accepted"
+    restored = Ledger.restore(
+        ledger.state(), prompts=prompts(), envelope=lambda h, n: Envelope(h, bytes(n)), now=0.0,
+        **{k: getattr(ledger.rules, k) for k in ledger.rules.__slots__},
+    )  # fmt: skip
+    assert restored.state() == ledger.state()
+    assert give(ledger, lease, 1) == "accepted"
+    train(ledger, 6)
+    assert (ledger.committed, ledger.conserved()) == (8, True)
+    assert ledger.counts()["trained"] == 16

@@ -353,7 +353,9 @@ def test_dry_run_reports_several_problems_at_once(
     err = capfd.readouterr().err.splitlines()
     assert len(err) == 2
     assert err[0].startswith("error: task.reward=no_such:f: no module 'no_such' (looked in ")
-    assert err[1].endswith("exists already; choose another name or remove it")
+    assert err[1].endswith(
+        "choose another name, remove it, or go on with it: asyncrl launch --resume taken"
+    )
 
 
 def test_dry_run_refuses_a_folder_that_cannot_be_made(

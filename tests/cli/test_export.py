@@ -13,7 +13,10 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from asyncrl import checkpoints
 from asyncrl.__main__ import main
+from asyncrl.checkpoints import Meta
+from asyncrl.cli.export import _model_folder
 from tests.cli.test_cli import HEAVY, assert_runs
 from tests.helpers.tiny_model import save_tiny_model
 
@@ -61,6 +64,24 @@ def test_the_copy_is_the_model(
         assert torch.equal(value, want[name].to(value.dtype)), name
     assert AutoTokenizer.from_pretrained(tmp_path / "out/model").encode("b") == [1]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["model"]
+
+
+def test_a_checkpoint_is_named_behind_its_run(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for step, score in ((10, 0.9), (20, 0.1)):
+        folder = checkpoints.partial(run, step, 0)
+        folder.mkdir()
+        meta = Meta(step=step, version=step, incarnation=0, world=1, run_id="r", score=score)
+        checkpoints.seal(folder, meta)
+    found = {
+        source: _model_folder(source, "runs").name
+        for source in ("tiny-1", "tiny-1@best", "tiny-1@20", "latest@latest",
+                       "runs/tiny-1/checkpoints/best")
+    }  # fmt: skip
+    assert list(found.values()) == ["final", "step-000010", "step-000020", "step-000020", "best"]
+    _without_model(run)
+    assert _model_folder("tiny-1", "runs").name == "step-000020"
+    assert main(["export", "tiny-1@7", "out"]) == 2
+    assert "has no checkpoint 7, it has those of steps 10, 20: name" in capfd.readouterr().err
 
 
 def test_an_empty_folder_may_be_there(run: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from asyncrl import wire
@@ -137,7 +136,7 @@ def test_a_run_that_is_over(run: Path, capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_launcher_that_died(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    edit(run, process_started=psutil.Process(os.getpid()).create_time() - 1e6)
+    edit(run, process_ticks=1)
     expected = f"error: tiny-1 cannot be scaled: launcher (pid {os.getpid()}) is not alive any more"
     assert refused(capfd, "--actors", "2").startswith(expected)
 

@@ -29,4 +29,6 @@ def test_the_wheel_holds_every_configuration(tmp_path: Path) -> None:
     assert {f"asyncrl/configs/{name}.yaml" for name in shipped()} <= set(names)
     assert "asyncrl/config/rules/correcting.py" in names
     assert "asyncrl/learner/step.py" in names
+    for file in ("web/static/page.js", "web/static/page.css", "report/static/report.js"):
+        assert f"asyncrl/monitor/{file}" in names
     assert not [name for name in names if not name.startswith("asyncrl")]

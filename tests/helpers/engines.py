@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import threading
@@ -17,8 +18,11 @@ import torch
 import uvloop
 
 from asyncrl.actors.announce import Announcer
+from asyncrl.actors.relay.receiver import RelayReceiver
+from asyncrl.actors.relay.watch import RelayWatch
 from asyncrl.actors.vllm_engine import VllmEngine
-from asyncrl.actors.weights import EngineWeights, WeightService
+from asyncrl.actors.weight_service import WeightService
+from asyncrl.actors.weights import EngineWeights
 from asyncrl.config.schema import Config, EngineConfig, RolloutConfig
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.publication.members import Members
@@ -26,6 +30,8 @@ from asyncrl.learner.publication.publish import BroadcastPublisher
 from asyncrl.protocols import Generation, GenerationRequest
 from asyncrl.types import Version
 from asyncrl.weights import ParamSpec
+from tests.helpers.eventually import eventually
+from tests.helpers.forks import forked_cores
 
 T = TypeVar("T")
 
@@ -121,10 +127,13 @@ class EngineHost:
         self._config = config
         self._model_path = model_path
         self._update_timeout_s = update_timeout_s
+        self.not_loaded: list[str] = []
+        """Why a version that a relay offered was not loaded."""
         self._device, self._weight_backend = device, weight_backend
         self.applied: list[Version] = []
-        self._announcer: Announcer | None = None
-        self._announcing: asyncio.Task[None] | None = None
+        self._announcers: list[Announcer] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._relay: tuple[RelayReceiver, WeightService] | None = None
 
     def __enter__(self) -> EngineHost:
         self._environment = dict(os.environ)
@@ -157,38 +166,65 @@ class EngineHost:
     def generate(self, request_id: str, prompt: tuple[int, ...], n: int) -> Generation:
         return self.run(self.engine.generate(GenerationRequest(request_id, prompt, n, 1.0)))
 
-    def announce(self, fleet_endpoint: str, name: str) -> None:
-        """Announce the engine there, and nowhere else, from now on."""
-        self.run(self._announce(fleet_endpoint, name))
+    def announce(self, fleet_endpoint: str, name: str, offer_path: Path | None = None) -> None:
+        """Announce the engine there, and nowhere else, from now on.
+
+        With `offer_path` a relay is announced beside it, from which the engine loads.
+        """
+        self.run(self._announce(fleet_endpoint, name, offer_path))
+
+    def reaches(self, version: Version) -> None:
+        """Wait until the engine has gone on with `version`, or a newer one."""
+        eventually(lambda: self.applied[-1:] >= [version], f"{version} applied", 60)
 
     def silence(self) -> None:
         """Announce it no more."""
         self.run(self._silence())
 
-    async def _announce(self, fleet_endpoint: str, name: str) -> None:
+    async def _announce(self, fleet_endpoint: str, name: str, offer_path: Path | None) -> None:
         await self._silence()
-        self._announcer = Announcer(
-            fleet_endpoint, self.service, name=name, workers=1,
-            applied=lambda: self.engine.applied,
-        )  # fmt: skip
-        self._announcing = asyncio.create_task(self._announcer.run())
+        self._announcers = [
+            Announcer(
+                fleet_endpoint, self.service, name=name, workers=0 if offer_path else 1,
+                applied=lambda: self.engine.applied,
+            )
+        ]  # fmt: skip
+        if offer_path is not None:
+            receiver = RelayReceiver(str(offer_path))
+            self._relay = receiver, WeightService(receiver)
+            self._relay[1].start()
+            self._announcers.append(Announcer(
+                fleet_endpoint, self._relay[1], name=name.replace("actor", "relay"), workers=1,
+                applied=lambda: receiver.applied,
+            ))  # fmt: skip
+            watch = RelayWatch(
+                str(offer_path), self.weights, applied=lambda: self.engine.applied,
+                on_failure=lambda version, reason: self.not_loaded.append(reason),
+            )  # fmt: skip
+            self._tasks.append(asyncio.create_task(watch.run()))
+        self._tasks += [asyncio.create_task(a.run()) for a in self._announcers]
 
     async def _silence(self) -> None:
-        if self._announcer is not None and self._announcing is not None:
-            self._announcing.cancel()
-            await asyncio.gather(self._announcing, return_exceptions=True)
-            self._announcer.close()
-            self._announcer = self._announcing = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for announcer in self._announcers:
+            announcer.close()
+        if self._relay is not None:
+            await self._relay[1].close()
+            self._relay[0].close()
+        self._announcers, self._tasks, self._relay = [], [], None
 
     async def _start(self) -> None:
-        self.engine = await VllmEngine.start(
-            self._config,
-            self._model_path,
-            device=self._device,
-            threads=1,
-            seed=0,
-            weight_backend=self._weight_backend,
-        )
+        with forked_cores() if self._device == "cpu" else contextlib.nullcontext():
+            self.engine = await VllmEngine.start(
+                self._config,
+                self._model_path,
+                device=self._device,
+                threads=1,
+                seed=0,
+                weight_backend=self._weight_backend,
+            )
         self.weights = EngineWeights(
             self.engine,
             timeout_s=self._update_timeout_s,
@@ -213,20 +249,35 @@ class EngineHost:
 
 
 class HostedPublisher(BroadcastPublisher):
-    """A publisher to the engines of some hosts; `add` brings in one more."""
+    """A publisher to the engines of some hosts; `add` brings in one more.
 
-    def __init__(self, hosts: list[EngineHost], **settings: Any) -> None:
+    Each host has a relay of its own below the folder `relays`, if that is given; a publication is
+    over when the engines run it.
+    """
+
+    def __init__(
+        self, hosts: list[EngineHost], *, relays: Path | None = None, **settings: Any
+    ) -> None:
         self.hosts: list[EngineHost] = []
         self.members = Members()
+        self._relays = relays
         for host in hosts:
             self.add(host)
-        assert self.members.wait_for(len(hosts), 30)
-        layout = Layout.whole(settings.pop("metadata"))
-        super().__init__(self.members, layout=layout, **settings)
+        assert self.members.wait_for(len(hosts) * (1 if relays is None else 2), 30)
+        whole = Layout.whole(settings.pop("metadata"))
+        super().__init__(self.members, **({"layout": whole} | settings))
 
     def add(self, host: EngineHost) -> None:
-        host.announce(self.members.endpoint, f"actor-{len(self.hosts)}")
+        name = f"actor-{len(self.hosts)}"
+        offer = None if self._relays is None else self._relays / f"{name}.json"
+        host.announce(self.members.endpoint, name, offer)
         self.hosts.append(host)
+
+    def wait(self) -> None:
+        super().wait()
+        if self._relays is not None and self._version is not None:
+            for host in self.hosts:
+                host.reaches(self._version)
 
     def close(self) -> None:
         try:

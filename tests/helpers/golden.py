@@ -114,10 +114,11 @@ GOLDEN: list[tuple[wire.Message, bytes]] = [
         b"\xa6wait_s\xcb@$\x00\x00\x00\x00\x00\x00",
     ),
     (
-        wire.Commit(req=6, batch=31, dropped=(SampleId("sums", 0, 12, 3),)),
-        b"\x85\xa4type\xa6commit\xa6schema\x03\xa3req\x06"
+        wire.Commit(req=6, batch=31, dropped=(SampleId("sums", 0, 12, 3),), incarnation=2),
+        b"\x86\xa4type\xa6commit\xa6schema\x03\xa3req\x06"
         b"\xa5batch\x1f"
-        b"\xa7dropped\x91\x94\xa4sums\x00\x0c\x03",
+        b"\xa7dropped\x91\x94\xa4sums\x00\x0c\x03"
+        b"\xabincarnation\x02",
     ),
     (
         wire.Published(req=8, version=Version(0, 31)),
@@ -130,6 +131,16 @@ GOLDEN: list[tuple[wire.Message, bytes]] = [
     (
         wire.Rewind(req=10, batch=30, incarnation=1),
         b"\x85\xa4type\xa6rewind\xa6schema\x03\xa3req\n\xa5batch\x1e\xabincarnation\x01",
+    ),
+    (
+        wire.SaveLedger(req=15, path="/runs/r/ledger", batch=30),
+        b"\x85\xa4type\xabsave_ledger\xa6schema\x03\xa3req\x0f"
+        b"\xa4path\xae/runs/r/ledger"
+        b"\xa5batch\x1e",
+    ),
+    (
+        wire.Saved(req=15, samples=64, nbytes=4096),
+        b"\x85\xa4type\xa5saved\xa6schema\x03\xa3req\x0f\xa7samples@\xa6nbytes\xcd\x10\x00",
     ),
     (
         wire.Stop(req=11, reason="done", final=Version(0, 31), evaluate=True),

@@ -2,7 +2,11 @@
 
 import contextlib
 import math
+import os
+import signal
 import statistics
+import subprocess
+import sys
 from collections import Counter, defaultdict
 
 import psutil
@@ -19,13 +23,18 @@ def reconcile(run, steps, batch_size, killed=False):
     """
     dispatched, pushed, trained = [], [], []
     for path in (run.folder / "logs").glob("*.ids.tsv"):
+        batches = {}
         for what, sample, detail in read_ids(path):
             if what == "dispatched":
                 dispatched.append(sample)
             elif what == "pushed-accepted":
                 pushed.append(sample)
             elif what == "trained":
-                trained.append((sample, int(detail)))
+                batch = int(detail)
+                if batches and batch < max(batches):  # the learner went back to a checkpoint
+                    batches = {k: samples for k, samples in batches.items() if k < batch}
+                batches.setdefault(batch, {})[sample] = None
+        trained += [(sample, k) for k, samples in batches.items() for sample in samples]
     ids = [sample for sample, _ in trained]
     assert len(set(ids)) == len(ids) == steps * batch_size, "trained once each, whole batches"
     assert len(set(pushed)) == len(pushed), "no sample was accepted twice"
@@ -43,6 +52,30 @@ def check_law(summary):
     terms = ("trained", "dropped_stale", "filtered", "failed", "requeued", "duplicate", "held")
     assert counts["dispatched"] == sum(counts[t] for t in terms)
     assert summary["conserved"] is True
+
+
+def check_drained(run):
+    """It was told to end: it does so soon, in order, and leaves nothing."""
+    assert run.wait(60) == 0, run.output
+    summary = run.summary()
+    assert summary["ended"] == "interrupted"
+    check_law(summary)
+    reconcile(run, summary["steps"], 32)
+    run.nothing_left()
+
+
+def kill_and_check_the_message(run, role):
+    """A death that nothing makes good ends the run, with one line that names who died."""
+    pids = run.pids_of(role)
+    assert pids, [p.info for p in psutil.process_iter(["pid", "name"])]
+    os.kill(pids[0], signal.SIGKILL)
+    assert run.wait(90) == 1
+    errors = [line for line in run.output.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert role in errors[0]
+    assert "Traceback" not in run.output
+    assert run.summary()["ended"] == "failed"
+    run.nothing_left()
 
 
 def batches(run):
@@ -90,3 +123,37 @@ def check_recording(run, summary):
             heads[r.batch].append(r.head_staleness)
     told = {r["step"]: r["metrics"]["staleness/head/mean"] for r in batches(run)}
     assert {k: statistics.mean(v) for k, v in heads.items()} == pytest.approx(told)
+
+
+def check_lineage(run, summary):
+    """Of a run whose learner went back: each batch of the final lineage is there, once and whole.
+
+    A sample is recorded anew with each incarnation that trains it: its last line counts.
+    """
+    last = {}
+    for recorded in read_recording(run.folder / "trajectories"):
+        entry = recorded.entry
+        if entry.id not in last or entry.incarnation >= last[entry.id].incarnation:
+            last[entry.id] = entry
+    outcomes = Counter(entry.outcome for entry in last.values())
+    assert outcomes["trained"] == summary["ledger"]["trained"]
+    sizes = Counter(entry.batch for entry in last.values() if entry.outcome == "trained")
+    assert sorted(sizes) == list(range(1, summary["steps"] + 1))
+    dispatched = {
+        sample
+        for path in (run.folder / "logs").glob("actor-*.ids.tsv")
+        for what, sample, _ in read_ids(path)
+        if what == "dispatched"
+    }
+    assert {tuple(i) for i, entry in last.items() if entry.outcome == "trained"} <= dispatched
+
+
+def check_replay(run, *options):
+    """`asyncrl replay --check`: the recorded batches give the run's weights, bit for bit."""
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "replay", run.name, "--dir", str(run.base), "--check",
+         *options],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every bit of the weights is that of" in done.stdout.splitlines()[-1]

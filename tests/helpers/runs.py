@@ -24,11 +24,21 @@ class LaunchedRun:
         self.base, self.name = base, name
         self.folder = base / name
         self.out = base / f"{name}.out"
+        self._launch(
+            "--config", config, f"run.dir={base}", f"run.name={name}", "log.console=plain",
+            *arguments,
+        )  # fmt: skip
+
+    def resume(self, *arguments: str) -> None:
+        """Go on with it in another launcher; `output` is that one's from here on."""
+        self.out = self.base / f"{self.name}.resumed.out"
+        self._launch("--resume", self.name, f"run.dir={self.base}", *arguments)
+
+    def _launch(self, *arguments: str) -> None:
         env = {k: v for k, v in os.environ.items() if k != MARK}
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl", "launch", "--config", config,
-                 f"run.dir={base}", f"run.name={name}", "log.console=plain", *arguments],
+                [sys.executable, "-m", "asyncrl", "launch", *arguments],
                 stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True,
             )  # fmt: skip
 
@@ -79,9 +89,11 @@ class LaunchedRun:
         return found
 
     def nothing_left(self) -> None:
-        """Assert that no process of the run is alive."""
+        """Assert that no process of the run is alive, and that its folder for sockets is gone."""
         left = processes_of(self.run_id())
         assert left == [], left
+        scratch = json.loads((self.folder / "lineage.json").read_text())["scratch"]
+        assert not os.path.exists(scratch), os.listdir(scratch)
 
     def close(self) -> None:
         """End whatever is left; for the end of a test that may have failed."""

@@ -6,9 +6,11 @@ import random
 import pytest
 
 from asyncrl.config.load import load
-from asyncrl.errors import EngineError, RoleDiedError, UserError
+from asyncrl.errors import EngineError, EngineMemoryError, RoleDiedError, UserError
 from asyncrl.launch import fleet as fleet_module
-from asyncrl.launch.fleet import GATHER_S, MAX_BACKOFF_S, Fleet
+from asyncrl.launch.backoff import MAX_BACKOFF_S
+from asyncrl.launch.fleet import GATHER_S, Fleet
+from asyncrl.launch.processes.role_main import RoleSpec
 from asyncrl.types import Version
 
 
@@ -375,3 +377,56 @@ def test_random_scaling_never_calls_a_dead_host_and_ends_where_it_is_asked_to(cl
         fleet.run_ready("b", "l", Version(0, 1))
         clock.now += 30
         fleet.tick(lambda slot: False)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """What the kernel has killed for memory, as a list with one number; None: it does not say."""
+    count = [3]
+    monkeypatch.setattr("asyncrl.out_of_memory.kills", lambda: count[0])
+    return count
+
+
+def in_flight(fleet, rank):
+    return fleet._cluster.hosts[-1].rank.config.rollout.max_in_flight
+
+
+NO_MEMORY = EngineMemoryError("actor-0: the engine ran out of memory (CUDA out of memory)")
+SIGKILL = RoleDiedError("actor-0 died: process 7 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("error", "kills", "lowered"),
+    [(NO_MEMORY, 3, True), (SIGKILL, 4, True), (SIGKILL, 3, False), (SIGKILL, None, False)],
+)
+def test_who_ran_out_of_memory_goes_on_with_fewer_samples_at_once(
+    clock, kernel, error, kills, lowered
+):
+    fleet, events, _ = make("rollout.max_in_flight=3")
+    config = fleet._config
+    fleet._spec_of = lambda rank: RoleSpec(config, None)
+    up(fleet, 0)
+    expected, whys = [3, 1, 1] if lowered else [3, 3, 3], []
+    for samples in expected[1:]:
+        kernel[0] = kills
+        fleet.ended(fleet.slots[0], fails(error))
+        kernel[0] = 3
+        if samples == 1:
+            whys.append(fleet.slots[0].why)
+        clock.now += MAX_BACKOFF_S
+        fleet.tick(lambda slot: False)
+        assert in_flight(fleet, 0) == samples
+        up(fleet, 0)
+    told = [fields for event, fields in events if event == "concurrency_lowered"]
+    if lowered:
+        assert told == [{"actor": "actor-0", "setting": "rollout.max_in_flight", "was": 3, "to": 1}]
+        assert "goes on with rollout.max_in_flight=1" in whys[0]
+    else:
+        assert told == []
+
+
+def test_no_memory_at_the_start_is_a_setting(clock):
+    fleet, *_ = make()
+    with pytest.raises(EngineMemoryError, match="out of memory"):
+        fleet.ended(fleet.slots[0], fails(NO_MEMORY))
+    assert NO_MEMORY.exit_code == 2

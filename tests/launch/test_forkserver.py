@@ -237,6 +237,7 @@ def test_a_role_does_not_outlive_its_host(scratch, tmp_path, host):
     other.wait()
     other.stdout.close()
     wait_gone(forked)
+    wait_for_text(tmp_path / "o.log", f"process {forked.pid} ended with its host")
     assert psutil.Process(role.pid()).is_running(), "another host's role goes on"
 
 

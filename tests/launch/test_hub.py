@@ -229,18 +229,21 @@ def test_a_full_disk_is_told_once_counted_and_leaves_no_torn_line(tmp_path, json
         def __getattr__(self, name):
             return getattr(self.file, name)
 
-    disk = jsonl._metrics = HalfFull(jsonl._metrics)
+    disk = jsonl._metrics._file = HalfFull(jsonl._metrics._file)
     jsonl.write(line := {"step": 0, "metrics": {"a": 1.0}, "hist": {}, "event": None})
     hub = Hub([jsonl], run_id="r")
     disk.full = True
     for k in range(3):
         hub.write(record(k, event={"event": "told"}))
     eventually(lambda: hub.metrics() == {"hub/sink_dropped/JsonlSink": 3.0})
+    assert str(tmp_path / "metrics.jsonl") in hub.troubles()["JsonlSink"]
+    assert "make room; records are lost" in hub.troubles()["JsonlSink"]
     disk.full = False
     hub.write(record(9))
     hub.close()
+    assert hub.troubles() == {}
     assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [line["step"], 9]
-    assert caplog.text.count("sink JsonlSink failed") == 1
+    assert caplog.text.count("sink JsonlSink lost 1 record") == 1
     assert "the disk took" in caplog.text
 
 

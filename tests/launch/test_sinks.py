@@ -1,16 +1,20 @@
 """TensorBoard and wandb get what the records say: read back with their own readers."""
 
 import json
+import socket
 import struct
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from asyncrl.config.schema import Config, LogConfig
-from asyncrl.errors import MissingExtraError
+from asyncrl.errors import ConfigError, MissingExtraError
+from asyncrl.launch.sinks import prometheus
+from asyncrl.launch.sinks.prometheus import PrometheusSink
 from asyncrl.launch.sinks.tensorboard import TensorBoardSink
 from asyncrl.launch.sinks.wandb import WandbSink
 
@@ -79,11 +83,12 @@ def test_tensorboard_sink_loads_neither_torch_nor_tensorflow(tmp_path):
     [
         ("tensorboard.compat.proto.event_pb2", lambda folder: TensorBoardSink(folder)),
         ("wandb", lambda folder: WandbSink(Config(log=LogConfig(wandb="offline")), folder)),
+        ("prometheus_client", lambda folder: PrometheusSink(0, "127.0.0.1", folder, "r-1")),
     ],
 )
 def test_a_sink_that_is_not_installed_names_its_extra(module, make, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    name = module.partition(".")[0]
+    name = {"prometheus_client": "monitor"}.get(module, module.partition(".")[0])
     with pytest.raises(MissingExtraError, match=rf"pip install 'asyncrl\[{name}\]'"):
         make(folder)
 
@@ -129,3 +134,82 @@ def test_wandb_gets_scalars_histograms_and_three_axes(folder, tmp_path):
     assert rows[0]["staleness/head/values"] == [3, 4]
     assert rows[1]["actor-3/actor/in_flight"] == 7
     assert rows[2]["eval/arithmetic/score"] == 0.125
+
+
+def scrape(sink):
+    """The samples of an answer, as the official parser reads them."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    answer = httpx.get(sink.url)
+    assert answer.status_code == 200
+    families = list(text_string_to_metric_families(answer.text))
+    assert len({f.name for f in families}) == len(families)
+    found = {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+    return families, found
+
+
+@pytest.fixture
+def scraped(folder):
+    sink = PrometheusSink(0, "127.0.0.1", folder, "r-1")
+    yield sink
+    sink.close()
+
+
+def test_prometheus_scrapes_gauges_histograms_and_whose_they_are(scraped, monkeypatch):
+    for r in RECORDS:
+        scraped.write(r)
+    more = {"is/by_staleness/2/ess_frac": 0.5, "staleness/by_actor/actor-3/mean": 1.5}
+    ratios = {"is/ratio_raw": {"edges": [0.0, 0.5, 2.0], "counts": [1.0, 3.0]}}
+    longer = {"staleness/head": {"edges": [0.0, 1.0, 2.0, 3.0], "counts": [1.0, 0.0, 5.0]}}
+    scraped.write(record("learner", 0, 4, more, longer | ratios))
+    families, found = scrape(scraped)
+
+    def value(name, **labels):
+        return found[(name, frozenset(labels.items()))]
+
+    learner = {"role": "learner", "rank": "0"}
+    assert value("asyncrl_reward_mean", **learner) == 0.25
+    assert value("asyncrl_loss_policy", **learner) != value("asyncrl_loss_policy", **learner)
+    assert value("asyncrl_actor_in_flight", role="actor", rank="3") == 7
+    assert value("asyncrl_eval_score", role="launcher", rank="0", task="arithmetic") == 0.125
+    assert value("asyncrl_is_by_staleness_ess_frac", **learner, staleness="2") == 0.5
+    assert value("asyncrl_staleness_by_actor_mean", **learner, actor="actor-3") == 1.5
+    assert value("asyncrl_step", **learner) == 4
+    assert value("asyncrl_run_info", run_id="r-1", run="r") == 1
+    # Both batches: {0: 3, 1: 4} and {0: 1, 2: 5}.
+    heads = [value("asyncrl_staleness_head_bucket", **learner, le=le)
+             for le in ("0.0", "1.0", "2.0", "+Inf")]  # fmt: skip
+    assert heads == [4, 8, 13, 13]
+    assert value("asyncrl_staleness_head_sum", **learner) == 4 * 1 + 5 * 2
+    assert value("asyncrl_staleness_head_count", **learner) == 13
+    assert value("asyncrl_is_ratio_raw_bucket", **learner, le="0.5") == 1
+    assert value("asyncrl_is_ratio_raw_sum", **learner) == pytest.approx(0.25 + 3 * 1.25)
+    kinds = {f.name: f.type for f in families}
+    assert kinds["asyncrl_staleness_head"] == "histogram"
+    assert kinds["asyncrl_reward_mean"] == "gauge"
+    now = prometheus.time.monotonic()
+    monkeypatch.setattr(prometheus, "time", SimpleNamespace(monotonic=lambda: now + 61))
+    scraped.write(record("actor", 3, 5, {"actor/in_flight": 8.0}))
+    _, found = scrape(scraped)
+    roles = {dict(labels).get("role") for _, labels in found}
+    assert roles == {None, "actor"}, "who is silent for a minute is shown no more"
+
+
+def test_a_port_that_is_taken_is_refused(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"log\.prometheus={port}: cannot listen"):
+            PrometheusSink(port, "127.0.0.1", folder, "r-1")
+
+
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_once_more(folder, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for purge_from, steps in ((None, (1, 2, 3, 4)), (3, (3, 4, 5))):
+        sink = TensorBoardSink(folder, purge_from=purge_from)
+        for step in steps:
+            sink.write(record("learner", 0, step, {"loss/policy": step + (purge_from or 0)}))
+        sink.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    values = [(e.step, e.value) for e in read.Scalars("loss/policy")]
+    assert values == [(1, 1.0), (2, 2.0), (3, 6.0), (4, 7.0), (5, 8.0)]

@@ -1,10 +1,11 @@
 """A process per rank for test_gather.py.
 
-python -m tests.learner.gather_ranks RANK STORE equal MODEL...
-python -m tests.learner.gather_ranks RANK STORE broken VICTIM SIGNAL
+Arguments: RANK STORE equal MODEL...
+or: RANK STORE broken VICTIM SIGNAL
 
 `equal`: each model, with and without adapters, is published twice while training goes on; rank 0
-compares what came together with `full_parameters` at that moment.
+compares what came together, or what an engine makes of adapters that came alone, with
+`full_parameters` at that moment.
 `broken`: VICTIM gets the signal in the middle of a gather; the other prints what `wait` says.
 """
 
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 
+from asyncrl.actors.loading import Base, merged
+from asyncrl.adapters import A, B
 from asyncrl.errors import WeightSyncError
 from asyncrl.learner.layout import Layout, Part
 from asyncrl.learner.publication.gather import Gather
@@ -33,12 +36,13 @@ from tests.helpers.ranks import rank_of_two
 CPU = torch.device("cpu")
 BUCKET_BYTES = 1 << 10
 """Smaller than the larger shards: these travel in pieces."""
-CASES: dict[str, list[tuple[int | None, str]]] = {
-    "qwen3": [(None, "float32"), (1, "bfloat16")],
-    "llama": [(None, "bfloat16"), (3, "float32")],
-    "gpt2": [(3, "bfloat16")],
+CASES: dict[str, list[tuple[int | None, str, bool]]] = {
+    "qwen3": [(None, "float32", False), (1, "bfloat16", True)],
+    "llama": [(None, "bfloat16", False), (3, "float32", False), (3, "float32", True)],
+    "gpt2": [(3, "bfloat16", False), (3, "bfloat16", True)],
 }
-"""Adapters' rank and wire type, by model."""
+"""Adapters' rank, wire type and whether adapters travel alone, by model. With adapters what is
+frozen is bfloat16, in the model's file it is float32."""
 BROKEN_S = 6.0
 """Deadline of the gather that breaks."""
 
@@ -75,17 +79,19 @@ class Held:
 
 
 def check_case(
-    model: Path, lora: int | None, dtype: str, gather: Gather, members: Members | None
+    model: Path, case: tuple[int | None, str, bool], gather: Gather, members: Members | None
 ) -> None:
     """Publish, train while one rank has begun to gather and the other has not, compare."""
     from asyncrl.config.learning import LoraConfig
     from tests.learner.policies import make_policy, randomise
 
+    lora, dtype, alone = case
     compute = torch.bfloat16 if lora else torch.float32
     policy = make_policy(model, world=gather.world, dtype=compute, lora=LoraConfig(rank=lora))
     wire = getattr(torch, dtype)
-    publisher = make_publisher(members, gather, policy.layout(dtype), policy.shards)
-    case = f"{model.name} lora={lora} {dtype}"
+    layout = policy.layout(dtype, adapters=alone)
+    publisher = make_publisher(members, gather, layout, lambda: policy.shards(adapters=alone))
+    assert policy.base_is_elsewhere() == (lora is not None)
     seen = []
     for number in (1, 2):
         held = Held(gather)
@@ -103,10 +109,14 @@ def check_case(
         assert any(not torch.equal(now[n], want[n]) for n in want), "training changed nothing"
         if isinstance(publisher, BroadcastPublisher):
             got = dict(publisher._snapshot.tensors())
+            if alone:
+                assert layout.adapters is not None
+                assert all(name.endswith((A, B)) for name in got)
+                got = dict(merged(Base(model), got, layout.adapters, want))
             assert list(got) == list(want), case
             for name, tensor in got.items():
                 assert tensor.dtype == wire
-                assert torch.equal(tensor, want[name]), f"{case}, publication {number}: {name}"
+                assert torch.equal(tensor, want[name]), f"{model.name} {case} {number}: {name}"
             seen.append(publisher._snapshot.checksums)
             timings = publisher.take_timings()
             assert timings["sync/gather_s"] > 0
@@ -132,9 +142,9 @@ def equal(rank: int, world: int, models: list[str]) -> None:
         rank=rank, world=world, timeout_s=120.0, patience_s=1.0, bucket_bytes=BUCKET_BYTES
     )
     for model in models:
-        for lora, dtype in CASES[Path(model).name]:
+        for case in CASES[Path(model).name]:
             members = Members() if rank == 0 else None
-            check_case(Path(model), lora, dtype, gather, members)
+            check_case(Path(model), case, gather, members)
             if members is not None:
                 members.close()
 
@@ -181,7 +191,3 @@ def main() -> None:
             equal(rank, 2, rest)
         else:
             broken(rank, 2, int(rest[0]), signal.Signals(int(rest[1])))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
 """Policies over tiny models, plain Hugging Face passes to compare with, and the two-rank case.
 
-Run by test_model.py as a process per rank:
-
-python -m tests.learner.policies RANK STORE MODEL OUT
+Run by test_model.py as a process per rank, with arguments RANK STORE MODEL OUT.
 """
 
 from __future__ import annotations
@@ -136,7 +134,3 @@ def main() -> None:
     with rank_of_two() as (rank, (model, out)):
         for number, case in enumerate(CASES):
             np.savez(f"{out}.{number}.{rank}.npz", **train_once(Path(model), case, rank, 2))
-
-
-if __name__ == "__main__":
-    main()

@@ -236,6 +236,11 @@ def test_the_saved_folder_is_the_trained_policy(tmp_path: Path, tied: bool) -> N
     for name, p in trainer.full_parameters(torch.float32):
         assert torch.equal(state[name], p)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    (tmp_path / "out" / "old").touch()  # of the run before it went on
+    with pytest.raises(OSError, match="not empty"):
+        trainer.save_hf(tmp_path / "out")
+    trainer.save_hf(tmp_path / "out", replace=True)
+    assert not (tmp_path / "out" / "old").exists()
 
 
 def test_a_save_that_fails_leaves_no_half_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -96,6 +97,23 @@ def test_they_do_not_when_the_rule_is_off() -> None:
 def test_a_batch_whose_advantages_are_all_zero_is_healthy() -> None:
     r = rules(nonfinite_losses=1)
     assert r.after_batch(1, {"loss/tokens": 9.0, "loss/policy": 0.0, "loss/skipped": 0.0}) is None
+
+
+def test_they_remember_across_a_checkpoint() -> None:
+    settings = {"reward": 0.5, "reward_batches": 3, "nonfinite_losses": 3}
+    batches = [healthy(0.2), BAD["norm"], healthy(0.6), BAD["loss"], BAD["norm"]]
+    whole, before = rules(**settings), rules(**settings)
+    for k, metrics in enumerate(batches, start=1):
+        want = whole.after_batch(k, metrics)
+        assert before.after_batch(k, metrics) == want
+        after = rules(**settings)
+        after.restore(json.loads(json.dumps(before.state())))
+        before = after
+        assert want is None
+    assert before.after_batch(6, BAD["loss"]) == whole.after_batch(6, BAD["loss"]) is not None
+    for k in (7, 8):
+        assert before.after_batch(k, healthy(1.0)) == whole.after_batch(k, healthy(1.0))
+    assert before.state() == whole.state()
 
 
 def test_the_rules_load_no_torch() -> None:

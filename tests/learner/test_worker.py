@@ -12,12 +12,13 @@ import pytest
 from asyncrl.config.learning import LearnerConfig
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
+from asyncrl.learner import records as records_module
 from asyncrl.learner import worker as worker_module
 from asyncrl.learner.diagnostics import manifest_metrics, token_metrics
 from asyncrl.learner.microbatch import COLUMNS
+from asyncrl.learner.records import Records
 from asyncrl.learner.step import StepResult
 from asyncrl.learner.worker import LearnerWorker
-from asyncrl.metrics import IdleMeter
 from asyncrl.roles import RoleSettings
 from asyncrl.types import Version
 from tests.helpers.metric_names import undocumented
@@ -55,7 +56,12 @@ class Fake:
         if self.broken:
             raise OSError("cannot close")
 
-    def commit(self, *args: Any, **kwargs: Any) -> None: ...
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def commit(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
     def add(self, *args: Any) -> None: ...
     def flush(self) -> None: ...
 
@@ -67,8 +73,11 @@ def make_worker(fake: Fake, **learner: Any) -> LearnerWorker:
     )  # fmt: skip
     worker: Any = LearnerWorker(Config(learner=LearnerConfig(**learner)), settings)
     worker.trainer = worker.client = worker.hub = worker.ids = worker.publisher = fake
-    worker.idle = IdleMeter(worker.shares)
-    worker._reported = worker._pulled_s = 0.0
+    worker.keeper = SimpleNamespace(
+        trained=lambda *_, **__: None, take_timings=dict, close=fake.close
+    )  # fmt: skip
+    worker.records = Records(worker.hub, 0, worker.shares, lambda: (worker.step, worker.version))
+    worker._pulled_s = 0.0
     made: LearnerWorker = worker
     return made
 
@@ -76,7 +85,8 @@ def make_worker(fake: Fake, **learner: Any) -> LearnerWorker:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    for module in (worker_module, records_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.s))
     return now
 
 
@@ -110,7 +120,7 @@ def test_rates_count_waiting_and_publications_are_told_once(clock: SimpleNamespa
 def test_every_part_is_closed_whatever_fails() -> None:
     fake = Fake(broken=True)
     make_worker(fake).close()
-    assert len(fake.closed) == 4
+    assert len(fake.closed) == 5
     unfinished = LearnerWorker(Config(), make_worker(fake).settings)
     unfinished.close()  # nothing was set up
 

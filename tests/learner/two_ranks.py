@@ -1,6 +1,6 @@
 """A process per rank: train one batch with each of some configurations, write what came of it.
 
-python -m tests.learner.two_ranks RANK STORE MODEL OUT CONFIGS
+Arguments: RANK STORE MODEL OUT CONFIGS
 
 CONFIGS is a file with a JSON list. Writes OUT.NUMBER.RANK.npz and .json for each.
 """
@@ -25,7 +25,3 @@ def main() -> None:
             captured = capture(config, Path(model), partition_batch(), rank, 2, Version(0, 2))
             np.savez(f"{out}.{k}.{rank}.npz", **captured.arrays)
             Path(f"{out}.{k}.{rank}.json").write_text(json.dumps(captured.metrics))
-
-
-if __name__ == "__main__":
-    main()

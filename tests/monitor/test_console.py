@@ -13,7 +13,7 @@ from asyncrl.monitor import board as board_module
 from asyncrl.monitor import console as console_module
 from asyncrl.monitor.board import Board
 from asyncrl.monitor.console import ConsoleView, sparkline
-from asyncrl.monitor.summary import last_lines, ledger_line, summary_of
+from asyncrl.monitor.summary import evaluation_line, last_lines, ledger_line, summary_of
 from asyncrl.wire import Stats
 
 COUNTS = {"dispatched": 10, "trained": 6, "dropped_stale": 0, "filtered": 1, "failed": 0,
@@ -107,6 +107,11 @@ def test_evaluations_are_told_once_when_all_shares_are_in(board):
     board.write(record("actor", 0, version=2, event={"event": "eval", "prompts": 4, "total": 4.0}))
     assert board.finished_evals(at_end=False) == []
     assert [v for v, _ in board.finished_evals(at_end=True)] == [2]
+    lines = [evaluation_line(v, e, 8) for v, e in board.evals.items()]
+    assert lines == [
+        "eval of version 0: 0.500 on 8 held out",
+        "eval of version 2: 1.000 on 4 of 8 held out",  # an actor did not come to the end
+    ]
 
 
 def test_a_run_that_never_trained_has_nulls_and_no_zeros():

@@ -160,6 +160,19 @@ def test_totals_go_on_over_a_restart_of_an_actor(monkeypatch):
     assert board.busy_shares()["actors"] == 0.75, "of the new process: 3 s of 4 s"
 
 
+def test_steps_faster_than_the_actors_tell_do_not_show_a_standstill(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("asyncrl.monitor.board.time.monotonic", lambda: now)
+    board = Board(Config())
+    for step in range(1, 21):
+        now = step / 2
+        if step % 2:  # once a second
+            board.write(record("actor", metrics={"actor/generated_tokens": 100.0 * now}))
+        board.write(record("learner", step=step, metrics={"loss/tokens": 1.0}))
+    assert 75.0 < board.gen_tok_s() < 125.0
+    assert board._generated[0][0] <= now - 5.0 < board._generated[1][0], "no more than it needs"
+
+
 # --- status.json ----------------------------------------------------------------------------
 
 
@@ -268,11 +281,27 @@ def test_words_for_a_run_that_goes_on(run):
     assert len(lines) == 9
 
 
+def test_words_for_a_run_that_stands_still(run):
+    why = "learner-0 waits 64 s for batch 13 on buffer-0"
+    passed = {"role": "actor-1", "what": "version 0:4", "on": "learner-0", "waited_s": 60.0}
+    edit(
+        run, state="running", stalled={"for_s": 64.2, "why": why},
+        deadlines=[passed | {"ago_s": 130.0}],
+    )  # fmt: skip
+    lines = list(describe(run, read(run)))
+    assert f"stalled   64 s: {why}" in lines
+    assert "deadline  actor-1 gave up after 60 s for version 0:4 on learner-0, 2:10 ago" in lines
+    edit(run, stalled=None, deadlines=[])
+    assert not [line for line in describe(run, read(run)) if line.startswith(("stall", "dead"))]
+
+
 def test_words_for_a_launcher_that_is_gone(run):
     edit(run, pid=2**22 + 12345, state="running")
     assert "is not alive any more; last told" in list(describe(run, read(run)))[1]
     assert "while training" in list(describe(run, read(run)))[1]
     edit(run, pid=os.getpid(), process_started=time.time() - 1e6)
+    assert list(describe(run, read(run)))[1] == "state     training", "the system's clock was set"
+    edit(run, process_ticks=1)
     assert "is not alive any more" in list(describe(run, read(run)))[1], "the pid is another's now"
 
 

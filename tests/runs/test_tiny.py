@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import os
-import signal
 
 import psutil
 import pytest
@@ -11,20 +9,34 @@ import pytest
 from asyncrl.launch.processes.reaper import processes_of
 from tests.helpers.run_checks import (
     batches,
+    check_drained,
     check_law,
     check_learning,
     check_recording,
+    check_replay,
+    kill_and_check_the_message,
     pss_gib,
     reconcile,
     trained_by,
 )
+from tests.helpers.samples_checks import check_samples
+from tests.helpers.seen import (
+    check_logs,
+    check_metrics,
+    check_recomputed,
+    check_scraped,
+    check_timeline,
+    check_times,
+)
+from tests.helpers.terminal import check_ended, terminal, walk
+from tests.helpers.web_page import watched
 
 pytestmark = [pytest.mark.run, pytest.mark.timeout(600)]
 
 
 def test_six_actors_two_learners(start):
     run = start("--actors", "6", "--learners", "2", "log.wandb=offline", "log.tensorboard=true",
-                "learner.save_final=true")  # fmt: skip
+                "learner.save_final=true", "log.prometheus=0")  # fmt: skip
     run.wait_for_step(2)
     engines = {f"actor-{rank}-core" for rank in range(6)}
 
@@ -39,6 +51,7 @@ def test_six_actors_two_learners(start):
     processes = processes_of(run.run_id())
     assert {"learner-0", "learner-1"} <= names()
     assert pss_gib(processes) < 20
+    check_scraped(run)
     assert run.wait() == 0, run.output
     summary = run.summary()
     assert (summary["ended"], summary["steps"], summary["version"]) == ("finished", 30, 30)
@@ -67,61 +80,31 @@ def test_six_actors_two_learners(start):
     assert "ledger closed" in run.output
     assert [p["phase"] for p in summary["startup"]].count("engine") >= 1
     check_recording(run, summary)
+    check_samples(run)
+    check_metrics(run)
+    check_times(run)
+    check_recomputed(run)
+    check_timeline(run, samples=30 * 32)
+    check_logs(run)
     run.nothing_left()
+    check_replay(run)
 
 
-def test_staleness_four_overlaps_both_sides(start):
-    run = start("buffer.max_staleness=4", "run.steps=12", "rollout.max_new_tokens=48")
-    assert run.wait() == 0, run.output
-    summary = run.summary()
-    assert summary["staleness"]["head_max"] <= 4
-    assert summary["busy"]["learner"] + summary["busy"]["actors"] > 1
-    assert max(r["metrics"]["staleness/head/max"] for r in batches(run)) >= 1
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)]
-)
-def test_a_signal_drains_and_leaves_nothing(start, number):
+@pytest.mark.soak
+def test_sigterm_drains_and_leaves_nothing(start):
+    """As Ctrl-C does: test_fleet.py."""
     run = start("run.steps=100000")
     run.wait_for_step(2)
-    run.process.send_signal(number)
-    assert run.wait(60) == 0, run.output
-    summary = run.summary()
-    assert summary["ended"] == "interrupted"
-    check_law(summary)
-    reconcile(run, summary["steps"], 32)
-    run.nothing_left()
+    run.process.terminate()
+    check_drained(run)
 
 
-@pytest.mark.parametrize(
-    "role",
-    ["learner-0", pytest.param("buffer-0", marks=pytest.mark.soak)],
-)
-def test_a_death_ends_the_run_with_one_message(start, role):
+@pytest.mark.soak
+def test_a_death_of_the_buffer_ends_the_run_with_one_message(start):
+    """As that of a learner does: test_fleet.py."""
     run = start("run.steps=100000")
     run.wait_for_step(1)
-    pids = run.pids_of(role)
-    assert pids, [p.info for p in psutil.process_iter(["pid", "name"])]
-    os.kill(pids[0], signal.SIGKILL)
-    assert run.wait(90) == 1
-    errors = [line for line in run.output.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert role in errors[0]
-    assert "Traceback" not in run.output
-    assert run.summary()["ended"] == "failed"
-    run.nothing_left()
-
-
-def test_killing_the_launcher_leaves_nothing(start):
-    run = start("run.steps=100000")
-    run.wait_for_step(1)
-    victims = [psutil.Process(p) for p in run.pids_of("")]
-    assert len(victims) > 5
-    run.process.kill()
-    run.process.wait()
-    _, alive = psutil.wait_procs(victims, timeout=30)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    kill_and_check_the_message(run, "buffer-0")
 
 
 GSM8K_LINE = (
@@ -131,6 +114,7 @@ GSM8K_LINE = (
 
 
 def test_staleness_zero_on_a_file_of_prompts_with_a_user_s_reward(start, tmp_path, monkeypatch):
+    """Adapters train, on two ranks: what each engine makes of them is the learner's policy."""
     rows = [GSM8K_LINE % (a, 7, a, 7, a, 7, a + 7, a + 7, a + 7) for a in range(40)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
     (tmp_path / "my_reward.py").write_text(
@@ -143,8 +127,16 @@ def test_staleness_zero_on_a_file_of_prompts_with_a_user_s_reward(start, tmp_pat
         "task.kind=jsonl", f"task.path={tmp_path / 'train.jsonl'}",
         "task.reward=my_reward:by_length", "eval.samples=0",
         "buffer.max_staleness=0", "run.steps=5", "rollout.max_prompt_tokens=160",
+        "--learners", "2", "learner.lora.rank=4", "learner.optim.lr=0.02",
     )  # fmt: skip
-    assert run.wait() == 0, run.output
+    with terminal("monitor", str(run.folder)) as screen:
+        screen.wait("starting")
+        run.wait_for_step(1)
+        walk(screen)
+        with watched(run, tmp_path / "monitor.log") as page:
+            assert run.wait() == 0, run.output
+            page.check(batches(run))
+        check_ended(screen, batches(run))
     check_law(run.summary())
     reconcile(run, 5, 32)
     assert run.summary()["reward"]["final"] > 0
@@ -153,3 +145,22 @@ def test_staleness_zero_on_a_file_of_prompts_with_a_user_s_reward(start, tmp_pat
     for record in records:
         assert record["metrics"]["staleness/head/max"] == 0
         assert record["metrics"]["staleness/token/max"] == 0
+        assert record["metrics"]["kl/mismatch_k3"] < 1e-6
+    moved = [r["metrics"]["sync/bytes"] for r in records if "sync/bytes" in r["metrics"]]
+    assert 0 < max(moved) < 0.05 * 12e6, "of the bytes of the model"
+
+
+@pytest.mark.soak
+def test_fifty_publications_of_adapters_by_two_ranks(start):
+    """Under load: tokens of the learner's own version show whether an engine has its weights."""
+    run = start(
+        "--actors", "2", "--learners", "2", "run.steps=51", "buffer.max_staleness=1",
+        "learner.lora.rank=4", "learner.optim.lr=2e-3",
+    )  # fmt: skip
+    assert run.wait(600) == 0, run.output
+    records = [r["metrics"] for r in batches(run)]
+    own = [m["kl/mismatch_k3"] for m in records if "kl/mismatch_k3" in m]
+    assert len(own) > 25
+    assert max(own) < 1e-6
+    joined = [e for e in run.events() if e["event"].startswith("weights_")]
+    assert joined == []

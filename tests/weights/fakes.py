@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from asyncrl.actors.announce import Announcer
-from asyncrl.actors.weights import EngineWeights, WeightService
+from asyncrl.actors.gloo_receiver import GlooReceiver, damaged
+from asyncrl.actors.relay.memory import Offer, mapped
+from asyncrl.actors.relay.receiver import RelayReceiver
+from asyncrl.actors.weight_service import WeightService
+from asyncrl.actors.weights import EngineWeights
+from asyncrl.errors import WeightSyncError
 from asyncrl.learner.layout import Layout
 from asyncrl.learner.publication.members import Members
 from asyncrl.learner.publication.publish import BroadcastPublisher
 from asyncrl.types import Version
-from asyncrl.weights import ParamSpec, refuse_damaged
+from asyncrl.weights import ParamSpec, TransferPlan, refuse_damaged
 
 T = TypeVar("T")
 
@@ -72,34 +78,86 @@ class GlooEngine(FakeEngine):
     """A fake engine whose bytes come by the real gloo transfer; `weights` is what it loaded."""
 
     def __init__(self, **script: str) -> None:
-        from asyncrl.actors.gloo_transfer import GlooInitInfo, GlooWeightTransferEngine
+        from asyncrl.actors.gloo_transfer import Buffers
 
         super().__init__(**script)
-        self._init_info = GlooInitInfo
-        self.transfer: Any = object.__new__(GlooWeightTransferEngine)
-        self.transfer.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-        self.transfer.shutdown()
-        self.transfer.damaged = []
+        self.gloo, self.buffers = GlooReceiver(), Buffers()
         self.weights: torch.Tensor | None = None
 
     async def join_transfer(self, info: Mapping[str, Any]) -> None:
         await super().join_transfer(info)
-        await asyncio.to_thread(self.transfer.init_transfer_engine, self._init_info(**info))
-
-    async def begin_update(self) -> None:
-        await super().begin_update()
-        self.transfer.start_weight_update()
+        await asyncio.to_thread(self.gloo.join, info)
 
     async def receive_update(self, info: Mapping[str, Any]) -> None:
         await super().receive_update(info)
-        await asyncio.to_thread(self.transfer.update_weights, dict(info))
-        refuse_damaged([self.transfer.damaged])
+        plan = TransferPlan.from_info(info)
+        self.buffers.fit(plan)
+        await asyncio.to_thread(
+            self.gloo.receive, plan, self.buffers,
+            bucket_bytes=info["bucket_bytes"], timeout_s=info["timeout_s"],
+        )  # fmt: skip
+        refuse_damaged([damaged(plan, self.buffers.raw(), info["checksums"])])
 
     async def commit_update(self, version: Version) -> None:
-        (_, weights), *rest = self.transfer.staged
-        assert not rest
         await super().commit_update(version)
-        self.weights, self.transfer.staged = weights.clone(), None
+        self.weights = self.buffers.flat["float32"].clone()
+
+
+class ScriptedRelay(RelayReceiver, FakeEngine):
+    """A relay that follows a fake engine's script; `weights` is what it offers."""
+
+    def __init__(self, offer_path: Path, **script: str) -> None:
+        FakeEngine.__init__(self, **script)
+        RelayReceiver.__init__(self, str(offer_path))
+
+    @property
+    def weights(self) -> torch.Tensor:
+        offer = Offer.read(self._path)
+        assert offer is not None
+        assert offer.version == self.applied
+        fd = offer.open()
+        try:
+            return mapped(f"/proc/self/fd/{fd}", TransferPlan.from_info(offer.info))["float32"]
+        finally:
+            os.close(fd)
+
+    async def _refuse(self, name: str) -> None:
+        try:
+            await FakeEngine._step(self, name)
+        except RuntimeError as e:
+            raise WeightSyncError(f"relay: {name} failed: {e}") from e
+
+    async def join(self, info: Mapping[str, Any]) -> None:
+        await self._refuse("join")
+        await super().join(info)
+
+    async def begin(self, version: Version) -> None:
+        await self._refuse("begin")
+        await super().begin(version)
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        await self._refuse("receive")
+        await super().receive(info)
+
+    async def commit(self, version: Version) -> None:
+        await self._refuse("commit")
+        await super().commit(version)
+
+
+class MappingEngine(FakeEngine):
+    """A fake engine that loads what a relay offers; `weights` is what it loaded."""
+
+    weights: torch.Tensor | None = None
+    _mapped: torch.Tensor | None = None
+
+    async def receive_update(self, info: Mapping[str, Any]) -> None:
+        await super().receive_update(info)
+        self._mapped = mapped(info["path"], TransferPlan.from_info(info))["float32"]
+
+    async def commit_update(self, version: Version) -> None:
+        assert self._mapped is not None
+        await super().commit_update(version)
+        self.weights, self._mapped = self._mapped.clone(), None
 
 
 class Actor:
@@ -107,7 +165,9 @@ class Actor:
 
     def __init__(self, engine: FakeEngine, name: str, fleet_endpoint: str, timeout_s: float):
         self.engine, self.name = engine, name
-        self.subscriber = EngineWeights(engine, timeout_s=timeout_s, staged=True)
+        self.subscriber: Any = engine
+        if not isinstance(engine, RelayReceiver):
+            self.subscriber = EngineWeights(engine, timeout_s=timeout_s, staged=True)
         self.service = WeightService(self.subscriber)
         self.service.start()
         self.announcer = Announcer(
@@ -121,9 +181,12 @@ class Actor:
         await asyncio.gather(self._announcing, return_exceptions=True)
         self.announcer.close()
         await self.service.close()
+        if isinstance(self.engine, RelayReceiver):
+            self.engine.close()
+            return
         self.subscriber._unwatch()
         if isinstance(self.engine, GlooEngine):
-            self.engine.transfer.shutdown()
+            self.engine.gloo.leave()
 
 
 class Fleet:
@@ -132,6 +195,8 @@ class Fleet:
     def __init__(self, fleet_endpoint: str, timeout_s: float = 60.0) -> None:
         self._fleet_endpoint, self._timeout_s = fleet_endpoint, timeout_s
         self.actors: dict[str, Actor] = {}
+        self.relays: Path | None = None
+        """Where relays offer what they have, if that is what `add` makes."""
 
     def __enter__(self) -> Fleet:
         self.loop = asyncio.new_event_loop()
@@ -154,8 +219,11 @@ class Fleet:
 
     def add(self, name: str, engine: FakeEngine | None = None) -> FakeEngine:
         async def make() -> Actor:
+            made = engine
+            if made is None and self.relays is not None:
+                made = ScriptedRelay(self.relays / f"{name}.json")
             return Actor(
-                engine or GlooEngine(), name, self._fleet_endpoint, timeout_s=self._timeout_s
+                made or GlooEngine(), name, self._fleet_endpoint, timeout_s=self._timeout_s
             )
 
         self.actors[name] = self.run(make())

@@ -13,7 +13,8 @@ import zmq.asyncio
 
 from asyncrl import wire
 from asyncrl.actors import weights as actor_weights
-from asyncrl.actors.weights import EngineWeights, WeightService
+from asyncrl.actors.weight_service import WeightService
+from asyncrl.actors.weights import EngineWeights
 from asyncrl.errors import AlreadyAppliedError, AsyncRLError, EngineError, WeightSyncError
 from asyncrl.types import Version
 from tests.weights.fakes import FakeEngine, Services, subscriber
@@ -52,6 +53,22 @@ def test_failure_before_loading_goes_back_to_the_old_version(step: str) -> None:
     assert "abandon" in engine.steps
     assert engine.applied == V1
     assert engine.broken is None
+
+
+@pytest.mark.parametrize("info", [{}, INFO | {"shapes": []}, INFO | {"adapters": {}}])
+def test_nonsense_instead_of_a_plan_leaves_no_engine_paused(info: dict[str, Any]) -> None:
+    engine = FakeEngine()
+
+    async def run() -> None:
+        weights = subscriber(engine)
+        await weights.begin(V1)
+        with pytest.raises((KeyError, WeightSyncError)):
+            await weights.receive(info)
+        assert not weights.updating
+        await publish(weights)
+
+    asyncio.run(run())
+    assert engine.steps == ["begin", "abandon", "begin", "receive", "commit"]
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.learner.publication.round import DAMAGED_TRIES
-from tests.weights.fakes import GlooEngine, Learner, N
+from asyncrl.types import Version
+from tests.weights.fakes import GlooEngine, Learner, N, ScriptedRelay
 
 
 class Noisy:
     """A process group whose next `engine.bad_copies` publications arrive with one bit flipped."""
 
-    def __init__(self, group: Any, engine: NoisyEngine) -> None:
+    def __init__(self, group: Any, engine: NoisyEngine | NoisyRelay) -> None:
         self._group, self._engine = group, engine
 
     def broadcast(self, parts: list[torch.Tensor], options: Any) -> Noisy:
@@ -39,7 +41,7 @@ class NoisyEngine(GlooEngine):
 
     async def join_transfer(self, info: Mapping[str, Any]) -> None:
         await super().join_transfer(info)
-        self.transfer.group = Noisy(self.transfer.group, self)
+        self.gloo.group = Noisy(self.gloo.group, self)  # type: ignore[assignment]
 
     async def receive_update(self, info: Mapping[str, Any]) -> None:
         self.damage_due = self.bad_copies > 0
@@ -51,6 +53,22 @@ class NoisyEngine(GlooEngine):
         assert self.weights is None or torch.equal(self.weights, torch.full((N,), serves))
         self.served.append((name, serves))
         await super()._step(name)
+
+
+class NoisyRelay(ScriptedRelay):
+    """A relay of which the next `bad_copies` publications arrive with one bit flipped."""
+
+    bad_copies = 0
+    damage_due = False
+
+    async def join(self, info: Mapping[str, Any]) -> None:
+        await super().join(info)
+        self.gloo.group = Noisy(self.gloo.group, self)  # type: ignore[assignment]
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        self.damage_due = self.bad_copies > 0
+        self.bad_copies -= 1
+        await super().receive(info)
 
 
 def start(learner: Learner, bad_copies: int) -> NoisyEngine:
@@ -84,6 +102,26 @@ def test_a_damaged_copy_is_refused_and_fetched_again(learner: Learner) -> None:
     (event,) = learner.publisher.take_events()
     assert (event["event"], event["actor"], event["version"]) == ("weights_damaged", "b", "0:2")
     assert "1 tensors did not arrive as they were sent (checksums differ): w" in event["reason"]
+
+
+def test_a_relay_offers_no_damaged_copy(learner: Learner, tmp_path: Path) -> None:
+    relay = NoisyRelay(tmp_path / "b.json")
+    learner.fleet.add("b", relay)
+    learner.start("a")
+    assert learner.members.wait_for(2, 30)
+    learner.publish()
+    learner.publisher.wait()
+    learner.check("a", "b")
+    relay.bad_copies = DAMAGED_TRIES
+    learner.publish()
+    learner.publisher.wait()
+    assert (relay.applied, float(relay.weights[7])) == (Version(0, 1), 1.0), "the last one stays"
+    learner.check("a")
+    (cut,) = learner.events("weights_cut_out")
+    assert (cut["actor"], cut["phase"]) == ("b", "receive")
+    assert learner.publisher.finish(60.0) == []
+    learner.check("a", "b")
+    assert learner.publisher.take_timings()["sync/checksum_fail"] == DAMAGED_TRIES
 
 
 def test_a_link_that_always_damages_cuts_its_member_out(learner: Learner) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,10 +73,11 @@ def under_load(
     *,
     drain_s: float = DRAIN_S,
     check: bool = True,
+    relays: Path | None = None,
 ) -> list[Generation]:
     """Publish under load; after each the engine equals the learner. All that was generated."""
     host.engine.in_flight = InFlight(mode, drain_s)
-    pub = publisher([host], lambda: models.published, drain_s=DRAIN_S)
+    pub = publisher([host], lambda: models.published, drain_s=DRAIN_S, relays=relays)
     models.publish(host, pub)
     load = Load(host, 4, TOKENS, PROMPT)
     for _ in range(publications):
@@ -110,9 +112,11 @@ def versions_in(g: Generation) -> int:
     return len(set(g.versions.tolist()))
 
 
-def check_mode(host: EngineHost, mode: InFlightMode, publications: int) -> None:
+def check_mode(
+    host: EngineHost, mode: InFlightMode, publications: int, relays: Path | None = None
+) -> None:
     models = different_models()
-    done = under_load(host, mode, publications, models)
+    done = under_load(host, mode, publications, models, relays=relays)
     spanning = [g for g in done if versions_in(g) > 1]
     mixed = [g for g in done if g.kv_mixed]
     for g in done:
@@ -139,6 +143,14 @@ def test_each_token_is_of_the_weights_that_it_is_stamped_with(
     check_mode(host, mode, publications=4)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_relay_offers_is_stamped_as_exactly(
+    host: EngineHost, mode: InFlightMode, tmp_path: Path
+) -> None:
+    check_mode(host, mode, publications=2, relays=tmp_path)
+    assert host.not_loaded == []
+
+
 def test_stamps_of_kept_keys_and_values_change_with_the_weights(host: EngineHost) -> None:
     models = Models([forced(10), forced(11)])
     done = under_load(host, "keep_kv", 6, models, check=False)
@@ -162,6 +174,9 @@ def test_requests_that_outlast_the_deadline_go_on_with_the_new_weights(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["broadcast", "relay"])
 @pytest.mark.parametrize("mode", MODES)
-def test_soak_fifty_publications(host: EngineHost, mode: InFlightMode) -> None:
-    check_mode(host, mode, publications=50)
+def test_soak_fifty_publications(
+    host: EngineHost, mode: InFlightMode, strategy: str, tmp_path: Path
+) -> None:
+    check_mode(host, mode, publications=50, relays=tmp_path if strategy == "relay" else None)

@@ -16,7 +16,7 @@ import zmq
 from asyncrl import wire
 from asyncrl.actors import announce
 from asyncrl.actors.announce import Announcer
-from asyncrl.actors.weights import WeightService
+from asyncrl.actors.weight_service import WeightService
 from asyncrl.learner.publication import members as members_module
 from asyncrl.learner.publication.members import Member, Members
 from asyncrl.types import Version
@@ -74,6 +74,16 @@ def test_members_are_those_heard_of_lately(members: Members, clock: Clock) -> No
     assert names(members.fresh()) == ["a", "b"]
 
 
+def test_who_loads_from_a_relay_is_waited_for_and_never_sent_to(members: Members) -> None:
+    say(members, "relay-0")
+    say(members, "actor-0", workers=0)
+    assert names(members.behind(V1)) == ["relay-0"]
+    assert members.lacking(V1) == ["actor-0", "relay-0"]
+    say(members, "relay-0", applied=V1)
+    assert members.lacking(V1) == ["actor-0"]
+    assert members.lag(V1) == 1
+
+
 def test_what_a_member_applied_counts_whoever_says_so(members: Members) -> None:
     a = say(members, "a")
     assert members.lag(V2) == 2
@@ -85,6 +95,20 @@ def test_what_a_member_applied_counts_whoever_says_so(members: Members) -> None:
     say(members, "a", applied=V2)
     assert members.lacking(V2) == []
     assert members.lacking(Version(1, 0)) == ["a"]
+
+
+def test_a_restarted_learner_goes_on_with_a_lower_number(members: Members) -> None:
+    a = say(members, "a", applied=Version(0, 7))
+    say(members, "b")
+    back = Version(1, 5)
+    assert names(members.behind(back)) == members.lacking(back) == ["a", "b"]
+    assert members.lag(back) == 5
+    say(members, "b", applied=back)
+    assert members.lag(back) == 1, "it has not taken it"
+    members.took(a, back)
+    say(members, "a", applied=Version(0, 7))  # an announcement that was under way
+    assert members.lacking(back) == []
+    assert members.lag(back) == 0
 
 
 def test_another_pid_is_another_member(members: Members) -> None:
@@ -126,20 +150,6 @@ def test_who_is_gone_counts_no_more_until_it_speaks(members: Members, clock: Clo
     assert members.behind(V1) == []  # still left alone
 
 
-def test_skipped_versions_are_counted_and_joiners_skip_none(members: Members) -> None:
-    a = say(members, "a")
-    members.published(V1)
-    members.took(a, V1)
-    members.published(V2)
-    b = say(members, "b")
-    members.took(b, V2)
-    members.published(V3)
-    members.took(a, V3)
-    assert members.skipped == 1
-    say(members, "b", applied=V3)
-    assert members.skipped == 1
-
-
 def test_nonsense_is_counted_and_ignored() -> None:
     members, heard = Members(), threading.Event()
     members.on_change = heard.set
@@ -151,7 +161,7 @@ def test_nonsense_is_counted_and_ignored() -> None:
         for frames in (
             [b"\xc1"], [b""], [b"a", b"b"], wire.encode(wire.StatsRequest()),
             wire.encode(wire.Announce(**{f: getattr(good, f) for f in good.__struct_fields__}
-                                      | {"workers": 0})),
+                                      | {"workers": -1})),
             wire.encode(good),
         ):  # fmt: skip
             socket.send_multipart([bytes(f) for f in frames])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.learning import LoraConfig
 from asyncrl.errors import EngineError
 from asyncrl.types import FinishReason, Version
 from tests.helpers.engines import (
@@ -24,6 +25,7 @@ from tests.helpers.engines import (
     save_model,
     tiny_model,
 )
+from tests.weights.adapting import adapter_learner
 from tests.weights.load import Load, check_logprobs, forced, next_version
 
 pytestmark = pytest.mark.engine
@@ -39,11 +41,13 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHost]:
         yield h
 
 
-def publish_and_check(host: EngineHost, kind: str, *, tied: bool) -> None:
+def publish_and_check(
+    host: EngineHost, kind: str, *, tied: bool, relays: Path | None = None
+) -> None:
     """Two publications with requests in flight; then the engine's numbers are the new model's."""
     models = [tiny_model(kind, tied=tied, seed=seed) for seed in (1, 2)]
     current = [models[0]]
-    pub = publisher([host], lambda: current[0])
+    pub = publisher([host], lambda: current[0], relays=relays)
     load = Load(host, 4, 120)
     for model in models:
         load.wait_for_tokens(8)
@@ -68,7 +72,32 @@ def test_engine_equals_new_weights(kind: str, tied: bool, tmp_path: Path) -> Non
     path = save_model(tiny_model(kind, tied=tied), tmp_path)
     with EngineHost(engine_config(), path) as host:
         check_logprobs(host, tiny_model(kind, tied=tied), Version(0, 0))
+        # All linear layers, or part of one that vLLM has fused and another.
+        targets = None if kind == "llama" else ("q_proj", "mlp.down_proj")
+        with adapter_learner(host, path, LoraConfig(rank=2, targets=targets)) as learner:
+            if kind == "llama":
+                learner.check_without_the_base(path)
+            learner.check(publications=3)
+            if kind == "llama":
+                learner.check_a_joiner()
+                learner.check_a_damaged_copy()
+            assert learner.share < (0.1 if targets is None else 0.02)
         publish_and_check(host, kind, tied=tied)
+        publish_and_check(host, kind, tied=tied, relays=tmp_path)
+        with adapter_learner(host, path, LoraConfig(rank=2), relays=tmp_path) as learner:
+            learner.check(publications=1)
+        assert host.not_loaded == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen3", False)])
+def test_soak_fifty_publications_of_adapters(kind: str, tied: bool, tmp_path: Path) -> None:
+    path = save_model(tiny_model(kind, tied=tied), tmp_path)
+    with (
+        EngineHost(engine_config(), path) as host,
+        adapter_learner(host, path, LoraConfig(rank=4)) as learner,
+    ):
+        learner.check(publications=50)
 
 
 def test_engine_equals_new_weights_untied_llama(host: EngineHost) -> None:

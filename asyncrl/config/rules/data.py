@@ -50,6 +50,11 @@ def names_function(text: str) -> bool:
 
 def _reward(c: Context) -> Iterator[str]:
     t = c.config.task
+    if c.config.rollout.reward_failure != "score":
+        yield from c.inactive(
+            "rollout.reward_failure_score", why="with rollout.reward_failure=drop",
+            fix="set rollout.reward_failure=score",
+        )  # fmt: skip
     if t.reward not in REWARDS:
         if not names_function(t.reward):
             yield (

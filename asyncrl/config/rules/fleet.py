@@ -29,6 +29,12 @@ def _devices(c: Context) -> Iterator[str]:
             yield (
                 f"{c.named('weights.backend')} needs GPUs and runs {on}: set weights.backend=auto"
             )
+    weights = c.config.weights
+    if weights.strategy == "relay" and weights.backend == "nccl":
+        yield (
+            f"{c.named('weights.backend')} does not go with weights.strategy=relay, which receives "
+            "into host memory: set weights.backend=auto"
+        )
     if c.device == "cuda":
         yield from c.inactive(
             "engine.threads", "learner.threads", why=f"on device cuda{auto}",

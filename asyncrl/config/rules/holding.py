@@ -1,4 +1,4 @@
-"""What the buffer holds: bytes, the store, and what may be replayed."""
+"""What is held: the buffer's bytes, its store, what may be replayed, checkpoints."""
 
 from __future__ import annotations
 
@@ -44,4 +44,18 @@ def _replay(c: Context) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_bytes, _replay)
+def _checkpoint(c: Context) -> Iterator[str]:
+    checkpoint = c.config.checkpoint
+    if checkpoint.every is None:
+        keys = (f"checkpoint.{name}" for name in type(checkpoint).model_fields if name != "every")
+        yield from c.inactive(
+            *keys, why="with checkpoint.every=null", fix="set checkpoint.every, e.g. to 20"
+        )
+    elif checkpoint.score is not None and checkpoint.score.startswith(("eval/", "actor/")):
+        yield (
+            f"{c.named('checkpoint.score')} is no metric of the learner, which has only its own: "
+            "name one of docs/metrics.md, such as reward/mean, or set checkpoint.score=null"
+        )
+
+
+RULES: tuple[Rule, ...] = (_bytes, _replay, _checkpoint)

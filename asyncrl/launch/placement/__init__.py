@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Literal
 
 from asyncrl.config.places import Role, Wish, wishes
 from asyncrl.config.schema import Config
@@ -18,7 +19,7 @@ from asyncrl.launch.placement.seats import Assignment, Placement, Seat
 
 __all__ = [
     "Assignment", "Node", "Placement", "Seat", "assign", "gpus_here", "launcher_address",
-    "nodes_of", "place", "rows",
+    "nodes_of", "place", "rows", "weights_text",
 ]  # fmt: skip
 
 
@@ -47,17 +48,46 @@ def place(config: Config) -> Placement:
     share = max(1, cores // (c.actors + c.learners))
     backend = config.weights.backend
     cuda = device == "cuda"
+    strategy = _strategy(config, cuda)
+    fastest: Literal["gloo", "nccl"] = "nccl" if cuda and strategy == "broadcast" else "gloo"
     placement = Placement(
         device=device,
-        weight_backend=("nccl" if cuda else "gloo") if backend == "auto" else backend,
+        weight_backend=fastest if backend == "auto" else backend,
         actor_threads=config.engine.threads or share,
         learner_threads=config.learner.threads or share,
         actor_gpus=config.engine.tensor_parallel if cuda else 0,
         learner_gpus=1 if cuda else 0,
+        weight_strategy=strategy,
     )
     if c.address is None:
         assign(config, placement, ())
     return placement
+
+
+def _strategy(config: Config, cuda: bool) -> Literal["broadcast", "relay"]:
+    chosen, c = config.weights.strategy, config.cluster
+    if chosen != "auto":
+        return chosen
+    # With one engine a machine there is nobody whom a relay would spare.
+    return "relay" if not cuda and c.address is None and c.actors > 1 else "broadcast"
+
+
+def weights_text(config: Config, placement: Placement) -> str:
+    """How weights get to the engines, for people.
+
+    >>> from asyncrl.config.schema import ClusterConfig
+    >>> config = Config(cluster=ClusterConfig(actors=6))
+    >>> weights_text(config, Placement("cpu", "gloo", 1, 1, weight_strategy="relay"))
+    'relay over gloo, 1 receiver for 6 actors'
+    >>> weights_text(config, Placement("cuda", "nccl", 1, 1))
+    'broadcast over nccl to 6 actors'
+    """
+    c, how = config.cluster, f"{placement.weight_strategy} over {placement.weight_backend}"
+    actors = f"{c.actors} actor{'s' if c.actors > 1 else ''}"
+    if placement.weight_strategy == "broadcast":
+        return f"{how} to {actors}"
+    receivers = "1 receiver" if c.address is None else "1 receiver on each machine"
+    return f"{how}, {receivers} for {actors}"
 
 
 def rows(config: Config, placement: Placement) -> Iterator[tuple[str, str, str, str]]:

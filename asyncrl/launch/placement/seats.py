@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl.config.schema import Config
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -16,12 +18,19 @@ class Placement:
 
     device: Literal["cpu", "cuda"]
     weight_backend: Literal["gloo", "nccl"]
+    """What crosses the network, to actors or to relays."""
     actor_threads: int
     learner_threads: int
     actor_gpus: int = 0
     """GPUs of each actor."""
     learner_gpus: int = 0
     """GPUs of each learner rank."""
+    weight_strategy: Literal["broadcast", "relay"] = "broadcast"
+
+    def resolved(self, config: Config) -> Config:
+        """The configuration with what `auto` has become, where roles must agree on it."""
+        weights = config.weights.model_copy(update={"strategy": self.weight_strategy})
+        return config.model_copy(update={"weights": weights})
 
     def gpus(self, actors: int, learners: int) -> int:
         """GPUs that the run needs."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import importlib
 import os
 import select
@@ -29,7 +30,7 @@ import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from asyncrl.launch.processes.start import Start
+from asyncrl.launch.processes.start import OFFERS, Start
 
 REQUEST_S = 10.0
 """How long a client that has connected may take to send its request; others are served."""
@@ -159,7 +160,20 @@ class _Server:
                     contextlib.suppress(OSError),
                     open(start.log_path, "a", encoding="utf-8") as log,
                 ):
-                    log.write(f"{start.name}: process {pid} was killed by {name}\n")
+                    by = "ended with its host" if _over(start.host_pid) else f"was killed by {name}"
+                    log.write(f"{start.name}: process {pid} {by}\n")
+
+
+def _over(pid: int) -> bool:
+    """Whether a process has ended, be it that nobody has waited for it yet."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], 0)[0])
+    finally:
+        os.close(fd)
 
 
 def main() -> None:
@@ -177,7 +191,10 @@ def main() -> None:
         # The lock is ours until this process has ended, hence so is the socket.
         with contextlib.suppress(OSError):
             os.unlink(path)
-            os.rmdir(os.path.dirname(path))  # on another machine than the launcher's
+            folder = os.path.dirname(path)
+            for offer in glob.glob(os.path.join(folder, OFFERS)):
+                os.unlink(offer)
+            os.rmdir(folder)  # on another machine than the launcher's
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ longer than its host: forked from the machine's fork server, or a fresh interpre
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +22,15 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def role_env(spec: RoleSpec, scratch: str) -> dict[str, str]:
-    """Environment of a role: its host's, its engine's, and of a fork server that it may start."""
+    """Environment of a role: its host's, its engine's, and of a fork server that it may start.
+
+    Temporary files go where they end with the run, however a role ends.
+    """
     s = spec.settings
-    env = dict(os.environ) | OFFLINE | {"VLLM_RPC_BASE_PATH": scratch}
+    env = dict(os.environ) | OFFLINE | {"VLLM_RPC_BASE_PATH": scratch, "TMPDIR": scratch}
+    # What torch has compiled is kept from run to run.
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     env |= engine_environment(
         device=s.device, threads=s.threads, eager=spec.config.engine.enforce_eager
     )

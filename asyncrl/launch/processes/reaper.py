@@ -61,6 +61,13 @@ def _is_guard(process: psutil.Process) -> bool:
         return False
 
 
+def is_guard_of(process: psutil.Process, run_id: str) -> bool:
+    """Whether the process is the guard of a launch of this run."""
+    with contextlib.suppress(psutil.Error):
+        return _is_guard(process) and run_id in process.cmdline()
+    return False
+
+
 def sweep(run_id: str, grace_s: float = 2.0, scratch: str = "") -> list[int]:
     """End what is left of the run: SIGTERM, then SIGKILL after `grace_s`; the pids ended."""
     left = processes_of(run_id, scratch)

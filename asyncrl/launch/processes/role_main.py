@@ -1,6 +1,6 @@
 """What runs in a role's process: one class a role, and the loop that serves its host's calls.
 
-    host ──(method, arguments)──► serve ──► BufferRole | ActorRole | LearnerRole
+    host ──(method, arguments)──► serve ──► BufferRole | ActorRole | LearnerRole | RelayRole
          ◄──(result or error)────
 
 Each role is imported only after its process has its own log and environment. With `--debug` the
@@ -16,13 +16,18 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sizes import buffer_limit, sample_bytes
+from asyncrl.disk import log_stream
 from asyncrl.errors import AsyncRLError
+from asyncrl.logs import write_to
 from asyncrl.roles import RoleSettings, end_with, name_process
 from asyncrl.types import Version
 
@@ -52,26 +57,34 @@ class BufferRole:
         """Bind; the endpoint."""
         from asyncrl import tasks
         from asyncrl.buffer.durable import open_ledger
+        from asyncrl.buffer.resuming import resume_ledger
         from asyncrl.buffer.server import BufferServer
         from asyncrl.hub import HubClient
+        from asyncrl.metrics import TimeShares, process_began
         from asyncrl.pulse import Pulse
         from asyncrl.waits import Waits
 
         c, s = self._config, self._settings
+        shares = TimeShares(since=process_began())
         limit = buffer_limit(c)
         record = c.record.trajectories
-        ledger, keeper = open_ledger(
-            os.path.join(s.run_dir, "buffer"), durability=c.buffer.durability, run_id=s.run_id,
+        opening = partial(open_ledger, prompts=tasks.make_prompts(c))
+        if s.resume is not None:
+            opening = partial(
+                resume_ledger, resume=s.resume, make_prompts=lambda: tasks.make_prompts(c)
+            )
+        ledger, keeper = opening(
+            Path(s.run_dir, "buffer"), durability=c.buffer.durability, run_id=s.run_id,
             memory_bytes=int(c.buffer.memory_gib * 2**30),
             store_bytes=int(c.buffer.store_gib * 2**30), recorded=record,
-            goes_on=s.port != 0,
-            prompts=tasks.make_prompts(c), group_size=c.rollout.group_size,
-            groups_per_batch=c.groups_per_batch,
+            goes_on=s.port != 0, retain=c.checkpoint.every is not None,
+            group_size=c.rollout.group_size, groups_per_batch=c.groups_per_batch,
             batches_per_publication=c.learner.batches_per_publication,
             max_staleness=c.buffer.max_staleness, window=c.buffer.window,
             ranks=c.cluster.learners, lease_timeout_s=c.rollout.lease_timeout_s,
             max_attempts=c.rollout.max_attempts, quarantine_after=c.rollout.quarantine_after,
             failed_member=c.rollout.failed_member,
+            prior_incarnation=c.buffer.prior_incarnation,
             filter_zero_variance=c.buffer.filter_zero_variance,
             max_filtered_in_a_row=c.buffer.max_filtered_in_a_row,
             prompts_end=tasks.prompts_end(c), max_bytes=limit.bytes, bytes_setting=limit.setting,
@@ -82,11 +95,13 @@ class BufferRole:
         self._server = BufferServer(
             ledger, run_id=s.run_id, host=s.host, port=s.port, keeper=keeper, keys=s.keys,
             emit=hub.emit, silent_after_s=c.cluster.silent_after_s, recording=self._recording(),
+            copies_below=Path(s.run_dir), shares=shares,
         )  # fmt: skip
         endpoint = self._loop.run_until_complete(self._server.start())
         self._pulse = Pulse(
             hub, waits=Waits(s.name, c.log.wait_warn_s), children=False,
-            position=lambda: (ledger.committed, ledger.version), metrics=[self._server.metrics],
+            position=lambda: (ledger.committed, ledger.version),
+            metrics=[self._server.metrics, shares.metrics],
         )  # fmt: skip
         return endpoint
 
@@ -98,8 +113,9 @@ class BufferRole:
             return None
         folder = os.path.join(self._settings.run_dir, "trajectories")
         return TrajectoryWriter(
-            folder, max_bytes=int(record.max_gib * 2**30), resume=self._settings.port != 0
-        )
+            folder, max_bytes=int(record.max_gib * 2**30),
+            resume=self._settings.port != 0 or self._settings.resume is not None,
+        )  # fmt: skip
 
     def run(self) -> None:
         """Serve until this process is ended."""
@@ -138,9 +154,12 @@ class LearnerRole:
         self._host = spec.settings.host
         self._worker = LearnerWorker(spec.config, spec.settings)
 
-    def bind(self) -> tuple[str, int, str]:
-        """Rank 0: address and port of the ranks' rendezvous, endpoint for announcements."""
-        return self._host, *self._worker.bind()
+    def bind(self, port: int = 0) -> tuple[str, int, str]:
+        """Rank 0: address and port of the ranks' rendezvous, endpoint for announcements.
+
+        `port`: of that endpoint; 0 is the system's choice.
+        """
+        return self._host, *self._worker.bind(port)
 
     def setup(self, store_host: str, store_port: int) -> None:
         """Join the ranks, load the model."""
@@ -154,7 +173,25 @@ class LearnerRole:
         return ended
 
 
-ROLES = {"buffer": BufferRole, "actor": ActorRole, "learner": LearnerRole}
+class RelayRole:
+    """A machine's receiver of weights."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        import uvloop
+
+        self._loop = uvloop.new_event_loop()
+        self._spec = spec
+
+    def run(self, fleet: str) -> None:
+        """Serve until this process is ended; `fleet` is where it announces itself."""
+        from asyncrl.actors.relay.worker import RelayWorker
+
+        asyncio.set_event_loop(self._loop)
+        worker = RelayWorker(self._spec.config, self._spec.settings)
+        self._loop.run_until_complete(worker.run(fleet))
+
+
+ROLES = {"buffer": BufferRole, "actor": ActorRole, "learner": LearnerRole, "relay": RelayRole}
 
 
 def serve(connection: Connection, start: Start) -> None:
@@ -184,17 +221,14 @@ def _own_process(start: Start) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = log_stream(1), log_stream(2)
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(start.env)
+    tempfile.tempdir = None  # a fork has what the server found in its own environment
     os.chdir(start.cwd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher speaks for Ctrl-C
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, force=True,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )  # fmt: skip
+    write_to(sys.stderr, start.name, start.spec.settings.run_id)
     name_process(start.name)
 
 

@@ -28,7 +28,8 @@ MODULES = (
     "numpy", "torch", "torch.distributed", "transformers", "uvloop", "zmq.asyncio", "psutil",
     "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker", "asyncrl.actors.worker", "asyncrl.actors.vllm_engine",
-    "asyncrl.actors.weights", "asyncrl.actors.gloo_transfer", "asyncrl.buffer.server",
+    "asyncrl.actors.weights", "asyncrl.actors.gloo_transfer", "asyncrl.actors.relay.worker",
+    "asyncrl.actors.relay.watch", "asyncrl.buffer.server",
     "asyncrl.learner.worker", "asyncrl.learner.step", "asyncrl.learner.publication.publish",
     "asyncrl.learner.publication.gloo_sender", "vllm.model_executor.models.llama",
 )  # fmt: skip
@@ -41,6 +42,8 @@ CONNECT_S = 180.0
 SERVER_S = 10.0
 """How long to look for a server that listens: one that is ending keeps its lock to the last."""
 LOOK_EVERY_S = 0.05
+OFFERS = "relay-*.json"
+"""Files of the scratch folder: what the machine's receivers of weights offer."""
 ATTEMPTS = 3
 """Servers that may end on us before a role is given up."""
 

@@ -20,9 +20,10 @@ from asyncrl.sinks import tag
 class TensorBoardSink:
     """One event a record; names as in `sinks.tag`."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, purge_from: int | None = None) -> None:
+        """A new file; of those before it, TensorBoard forgets the steps from `purge_from` on."""
         try:
-            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError:
@@ -37,6 +38,9 @@ class TensorBoardSink:
         # Without a buffer: what was written can be looked at at once.
         self._writer = RecordWriter(open(os.path.join(path, name), "ab", buffering=0))  # noqa: SIM115
         self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_from is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._put(Event(wall_time=time.time(), step=purge_from, session_log=start))
         self._began: float | None = None
 
     def _put(self, event: Any) -> None:

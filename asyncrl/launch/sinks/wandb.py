@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from asyncrl.errors import MissingExtraError
 from asyncrl.launch.folder import RunFolder
 from asyncrl.sinks import tag
 
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9_.-]")
 AXES = ("step", "version", "wall_s")
 """Of every record; `step` is the one that charts begin with."""
 
@@ -18,7 +20,9 @@ AXES = ("step", "version", "wall_s")
 class WandbSink:
     """Logs every record with its three axes; names as in `sinks.tag`."""
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, run_id: str = "", *, resumed: bool = False
+    ) -> None:
         try:
             import wandb
         except ImportError:
@@ -32,6 +36,10 @@ class WandbSink:
             project=config.log.wandb_project, name=folder.name, dir=folder.path,
             mode="online" if config.log.wandb == "online" else "offline",
             config=config.model_dump(),
+            # One run there too, however often it is resumed; offline files are joined by the id.
+            id=_NOT_IN_ID.sub("-", run_id) or None,
+            resume="allow" if resumed and config.log.wandb == "online" else None,
+            allow_val_change=True if resumed else None,
         )  # fmt: skip
         for axis in AXES:
             self._run.define_metric(axis, hidden=True)

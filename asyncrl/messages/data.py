@@ -1,32 +1,11 @@
-"""The messages of the data plane: one class each, with a comment on every field (docs/wire.md).
-
-What travels is a map of these fields; `asyncrl.wire` encodes and decodes it. Callers import them
-from there.
-"""
+"""Messages of the data plane: clients to the buffer, and its replies."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
-
+from asyncrl.messages.base import Message, State
 from asyncrl.types import FailureKind, Lease, SampleHeader, SampleId, Version
-
-SCHEMA = 3
-"""Version of the wire format; a message of another one is refused."""
-
-State = Literal["running", "stopping", "done"]
-
-
-class Message(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True
-):
-    """Fields that every message has."""
-
-    schema: int = SCHEMA
-    req: int = 0
-    """Number of the request; a reply carries the number of what it answers."""
-
 
 # --- requests to the buffer -------------------------------------------------------------
 
@@ -91,6 +70,8 @@ class Commit(Message, frozen=True, kw_only=True, tag="commit"):
 
     batch: int
     dropped: tuple[SampleId, ...] = ()
+    incarnation: int = 0
+    """Of the learner that trained it: an earlier one's word, late, would count for the next."""
 
 
 class Published(Message, frozen=True, kw_only=True, tag="published"):
@@ -112,6 +93,15 @@ class Rewind(Message, frozen=True, kw_only=True, tag="rewind"):
     """0: from the initial model."""
     incarnation: int
     """Of the restarted learner: above the last one."""
+
+
+class SaveLedger(Message, frozen=True, kw_only=True, tag="save_ledger"):
+    """The learner makes the checkpoint of batch k: write a copy of the ledger. Reply: Saved."""
+
+    path: str
+    """Folder to write it into, below the run's; its parent is there."""
+    batch: int
+    """Committed, and not covered by more: the copy has what was committed after it as well."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
@@ -228,6 +218,15 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     """What the next batch lacks and who holds it; empty when it is complete."""
 
 
+class Saved(Message, frozen=True, kw_only=True, tag="saved"):
+    """The copy that a SaveLedger asked for is complete, and on the disk."""
+
+    samples: int
+    """Whose payloads are in it."""
+    nbytes: int
+    """Of its file."""
+
+
 class Scaled(Message, frozen=True, kw_only=True, tag="scaled"):
     """The launcher's answer to a Scale: what happens now."""
 
@@ -237,88 +236,9 @@ class Scaled(Message, frozen=True, kw_only=True, tag="scaled"):
     leaving: tuple[str, ...] = ()
 
 
-# --- weights: learner rank 0 to each actor ---------------------------------------------------
-
-
-class Announce(Message, frozen=True, kw_only=True, tag="announce"):
-    """An actor says, about once a second, that it takes weights. To learner rank 0; no reply."""
-
-    name: str
-    pid: int
-    """Of the process that holds the engine: another pid is a restarted actor."""
-    endpoint: str
-    """Of its weight service."""
-    workers: int
-    """Engine workers, each a rank of the transfer group."""
-    applied: Version
-    """What its engine runs."""
-    ready: bool
-    """False while an earlier request of a publication is still being served."""
-
-
-class WeightsInit(Message, frozen=True, kw_only=True, tag="weights_init"):
-    """Join the transfer group; `info` is the engine's init info. Reply: Ok, Error."""
-
-    info: dict[str, Any]
-    rank_offset: int
-    """Rank of this actor's first engine worker in the group."""
-
-
-class WeightsBegin(Message, frozen=True, kw_only=True, tag="weights_begin"):
-    """Pause at a token boundary, drop keys and values, get ready to receive. Reply: Ok."""
-
-    version: Version
-
-
-class WeightsReceive(Message, frozen=True, kw_only=True, tag="weights_receive"):
-    """Join the collective and load what it brings. Reply: Ok when loaded."""
-
-    info: dict[str, Any]
-
-
-class WeightsCommit(Message, frozen=True, kw_only=True, tag="weights_commit"):
-    """Finish, stamp the version, go on generating. Reply: Ok."""
-
-    version: Version
-
-
-# --- metrics: any role to the hub -----------------------------------------------------------
-
-
-class OpenWait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Something that a process waits for now."""
-
-    what: str
-    """E.g. "batch 31"."""
-    on: str
-    """Who can end the wait, e.g. "buffer-0: 12 samples held by actor-3 (lease 812, 41 s)"."""
-    age_s: float
-    """Since when."""
-    deadline_s: float | None = None
-    """Seconds left until it is given up; None where the other side has the deadline."""
-
-
-class Record(Message, frozen=True, kw_only=True, tag="record"):
-    """One line of metrics.jsonl (docs/metrics.md), an event for events.jsonl, or open waits."""
-
-    role: str
-    rank: int
-    step: int
-    version: int
-    incarnation: int
-    metrics: dict[str, float] = {}
-    hist: dict[str, dict[str, list[float]]] = {}
-    event: dict[str, Any] | None = None
-    waits: tuple[OpenWait, ...] | None = None
-    """All open waits of the process; None where the record does not speak of them."""
-    pid: int | None = None
-    """Of the process that writes: another one than before is a restart."""
-
-
-AnyMessage = (
-    Hello | LeaseRequest | Push | Progress | Fail | Pull | Commit | Published | Covered | Rewind
-    | Stop | Gone | Scale | StatsRequest | Ok | Error | Leases | Ack | Part | NotYet | Stopped
-    | Stats | Scaled | Announce | WeightsInit | WeightsBegin | WeightsReceive | WeightsCommit
-    | Record
+DataMessage = (
+    Hello | LeaseRequest | Push | Progress | Fail | Pull | Commit | Published | Covered
+    | Rewind | SaveLedger | Stop | Gone | Scale | StatsRequest | Ok | Error | Leases | Ack
+    | Part | NotYet | Stopped | Stats | Saved | Scaled
 )  # fmt: skip
-"""Whatever may arrive."""
+"""Requests to the buffer or the launcher, and replies."""

@@ -1,0 +1,37 @@
+"""`asyncrl compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Runs' folders, or names in DIR.")
+    ],
+    html: Annotated[
+        str | None,
+        typer.Option("--html", metavar="FILE", help="Also write their figures, overlaid."),
+    ] = None,
+    directory: Annotated[
+        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
+    ] = "runs",
+) -> None:
+    """Put runs side by side: their final figures, and the settings in which they differ."""
+    from asyncrl.errors import UserError
+    from asyncrl.monitor.report.compare import load, table
+    from asyncrl.monitor.status_reader import find
+
+    folders = [find(run, Path(directory)) for run in runs]
+    if len({folder.resolve() for folder in folders}) < 2:
+        raise UserError(f"{' '.join(runs)} is one run: name two or more")
+    loaded = load(folders)
+    print("\n".join(table(loaded)))
+    if html is not None:
+        from asyncrl.monitor.report.html import write
+
+        size = write(loaded, Path(html).expanduser())
+        print(f"\n{html}: {size / 2**20:.1f} MiB")

@@ -1,0 +1,120 @@
+"""A disk that is full, read-only or slow, in words; whole lines, fsync and checksums of files."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+from contextlib import suppress
+from typing import Any, TextIO
+
+import xxhash
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_BYTES = 1 << 16
+_HASH_BYTES = 1 << 20
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def trouble(path: str | os.PathLike[str], error: OSError) -> str:
+    """Path, reason and fix, in one line.
+
+    >>> trouble("/proc/no", PermissionError(errno.EACCES, "Permission denied"))
+    '/proc/no cannot be written (permission denied): let this user write there'
+    """
+    text = f"{os.fspath(path)} cannot be written"
+    why = os.strerror(error.errno).lower() if error.errno else str(error)
+    if error.errno in _FULL:
+        with suppress(OSError):
+            free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+            why += f", {free / 2**30:.2f} GiB are free"
+        return f"{text} ({why}): make room"
+    if error.errno in _REFUSED:
+        return f"{text} ({why}): let this user write there"
+    return f"{text} ({why}): see to the disk"
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Make a file's content, or a folder's entries, survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def checksum(path: str | os.PathLike[str]) -> str:
+    """xxh3_64 of a file's bytes, read in pieces so that other threads go on."""
+    digest = xxhash.xxh3_64()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_HASH_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _whole_lines(path: str) -> int:
+    """Bytes of a file up to the end of its last whole line; read from its end."""
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _READ_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0
+
+
+class _Forgiving(io.FileIO):
+    """A file that takes what the disk does not: lines of a log are lost, nobody who writes them."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def log_stream(fd: int, *, closefd: bool = False) -> TextIO:
+    """A stream for a process's output that never fails, line by line."""
+    raw = _Forgiving(fd, "w", closefd=closefd)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True
+    )
+
+
+class LineFile:
+    """An append-only file of lines: each is there whole, or not at all.
+
+    A torn last line, of a process that was killed, is taken away first.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        # No buffer: a line that did not reach the disk must not come back with a later one.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.path = os.fspath(path)
+        if (whole := _whole_lines(self.path)) < os.fstat(self._file.fileno()).st_size:
+            os.ftruncate(self._file.fileno(), whole)
+
+    def append(self, lines: bytes) -> None:
+        """Write whole lines.
+
+        Raises:
+            OSError: the disk did not take all of them; none of them stays.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            if (written := self._file.write(lines)) != len(lines):
+                raise OSError(
+                    errno.ENOSPC, f"the disk took {written} of {len(lines)} bytes", self.path
+                )
+        except OSError:
+            with suppress(OSError):  # a torn line would spoil the next one
+                os.ftruncate(self._file.fileno(), size)
+            raise
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        self._file.close()

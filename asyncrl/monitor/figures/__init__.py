@@ -1,0 +1,1 @@
+"""Plotly figures of runs, as plain dictionaries: one set for the page, the report and compare."""

@@ -1,0 +1,114 @@
+"""Whether it learns: reward, scores, loss; and how versions come about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.monitor.figures.kit import (
+    Figure,
+    Line,
+    Run,
+    by_place,
+    label_of,
+    layout,
+    lines,
+    scale_of,
+    source_name,
+    trace,
+)
+from asyncrl.monitor.figures.themes import HUES
+from asyncrl.monitor.reading.history import LEARNER, Axis, RunHistory
+
+LAUNCHER = ("launcher", 0)
+
+
+def reward(runs: Sequence[Run], axis: Axis) -> Figure | None:
+    """Mean reward of each batch, and the scores of the held-out prompts as markers."""
+    wanted = [Line("reward/mean", "reward"), Line("reward/shaped_mean", "shaped")]
+    figure = lines(runs, axis, wanted, "reward") or {
+        "data": [], "layout": layout(scale_of(runs, axis), "reward")
+    }  # fmt: skip
+    for i, run in enumerate(runs):
+        for name, xs, ys in scores(run.history, axis):
+            figure["data"].append(
+                trace(
+                    label_of(runs, run, f"held out: {name}"), xs, ys,
+                    color=HUES[i] if len(runs) > 1 else HUES[1], dash="dot",
+                    unit=scale_of(runs, axis).unit, meta=f"eval/{name}/score", mode="lines+markers",
+                    marker={"size": 9, "symbol": "diamond"},
+                )
+            )  # fmt: skip
+    return figure if figure["data"] else None
+
+
+def scores(history: RunHistory, axis: Axis) -> list[tuple[str, list[float], list[float]]]:
+    """(task, places, scores) of the evaluations, each where its version was made."""
+    found = []
+    for metric in history.names(LAUNCHER):
+        if not (metric.startswith("eval/") and metric.endswith("/score")):
+            continue
+        versions, values = history.series(metric, LAUNCHER, "version")
+        places = history.series(metric, LAUNCHER, "wall_s")[0] if axis == "wall_s" else versions
+        if axis == "step":
+            places = [_steps_before(history, v) for v in versions]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        task = metric.removeprefix("eval/").removesuffix("/score")
+        found.append((task, [places[k] for k in order], [values[k] for k in order]))
+    return found
+
+
+def _steps_before(history: RunHistory, version: float) -> float:
+    """Batches trained when a version was made."""
+    steps, _ = history.series("loss/tokens")
+    versions, _ = history.series("loss/tokens", axis="version")
+    later = [s for s, v in zip(steps, versions, strict=True) if v >= version]
+    return min(later) - 1 if later else max(steps, default=0.0)
+
+
+def loss(runs: Sequence[Run], axis: Axis) -> Figure | None:
+    """The terms of the loss."""
+    return lines(
+        runs, axis,
+        [Line("loss/policy", "policy"), Line("loss/kl", "KL"), Line("loss/value", "value")], "loss",
+    )  # fmt: skip
+
+
+def policy(runs: Sequence[Run], axis: Axis) -> Figure | None:
+    """Entropy of the policy and the norm of its gradient."""
+    return lines(
+        runs, axis,
+        [Line("loss/entropy", "entropy (nats)"), Line("loss/grad_norm", "gradient norm")], "",
+        rangemode="tozero",
+    )  # fmt: skip
+
+
+def length(runs: Sequence[Run], axis: Axis) -> Figure | None:
+    """How long the responses are."""
+    return lines(
+        runs, axis,
+        [Line("rollout/response_tokens/mean", "mean"),
+         Line("rollout/response_tokens/max", "longest", "dot")],
+        "tokens", rangemode="tozero",
+    )  # fmt: skip
+
+
+def version(runs: Sequence[Run], axis: Axis) -> Figure | None:
+    """What the learner trains and what each actor's engine runs."""
+    scale = scale_of(runs, axis)
+    data = []
+    for i, run in enumerate(runs):
+        for j, source in enumerate([LEARNER, *run.history.sources("actor")]):
+            name = "loss/tokens" if source == LEARNER else "actor/in_flight"
+            xs, _ = run.history.series(name, source, axis)
+            versions, _ = run.history.series(name, source, "version")
+            xs, ys = by_place(xs, versions)
+            if xs:
+                data.append(
+                    trace(
+                        label_of(runs, run, source_name(source)), xs, ys,
+                        color=HUES[(i if len(runs) > 1 else j) % len(HUES)],
+                        dash="solid" if source == LEARNER else "dot", unit=scale.unit,
+                        meta="version",
+                    )
+                )  # fmt: skip
+    return {"data": data, "layout": layout(scale, "version")} if data else None

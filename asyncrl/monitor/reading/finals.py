@@ -1,0 +1,139 @@
+"""A run in a few figures: the tiles of the page, the head of the report, the table of compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from asyncrl.metrics import STATES, WAITING
+from asyncrl.monitor.reading.history import LEARNER, RunHistory, Source
+
+BUFFER: Source = ("buffer", 0)
+LAUNCHER: Source = ("launcher", 0)
+LAST = 10
+"""Batches of which "last" is the mean."""
+
+
+class Final(NamedTuple):
+    """One figure of a run.
+
+    >>> Final("reward, last 10", 0.8125, "{:.3f}").text
+    '0.812'
+    """
+
+    label: str
+    value: float | None
+    form: str
+
+    @property
+    def text(self) -> str:
+        """As it is shown; a dash without a value."""
+        return "-" if self.value is None else self.form.format(self.value)
+
+
+def finals(history: RunHistory) -> list[Final]:
+    """The figures of a run as far as it is read, the same ones in the same order for each."""
+    last, buffer = history.latest(), history.latest(BUFFER)
+    at = history.last_at()
+    scores = _scores(history)
+    trained = buffer.get("samples/trained")
+    return [
+        Final("step", None if at is None else at.step, "{:.0f}"),
+        Final("version", None if at is None else at.version, "{:.0f}"),
+        Final(f"reward, last {LAST}", _recent(history, "reward/mean"), "{:.3f}"),
+        Final("held out, first", scores[0] if scores else None, "{:.3f}"),
+        Final("held out, last", scores[-1] if scores else None, "{:.3f}"),
+        Final("head staleness, mean", _mean(history, "staleness/head/mean"), "{:.2f}"),
+        Final("head staleness, max", _most(history, "staleness/head/max"), "{:.0f}"),
+        Final("staleness limit", last.get("staleness/limit"), "{:.0f}"),
+        Final("samples/s trained", _pace(history, "samples/trained", [BUFFER]), "{:.2f}"),
+        Final("tokens/s generated",
+              _pace(history, "actor/generated_tokens", history.sources("actor")), "{:,.0f}"),
+        Final("tokens/s trained", _mean(history, "throughput/train_tok_s"), "{:,.0f}"),
+        Final("learner waits", _waiting(history, "learner"), "{:.0%}"),
+        Final("actors wait", _waiting(history, "actor"), "{:.0%}"),
+        Final("effective samples", _mean(history, "is/ess_frac"), "{:.1%}"),
+        Final("weights cut off", _mean(history, "is/clip_frac"), "{:.1%}"),
+        Final("update pauses actors, s", _pause(history), "{:.3f}"),
+        Final("samples lost", _lost(buffer) if trained else None, "{:.1%}"),
+        Final("length bias", buffer.get("samples/len_bias"), "{:.3f}"),
+        Final("actor restarts", history.latest(LAUNCHER).get("actor/restarts"), "{:.0f}"),
+        Final("first step after, s", _first(history), "{:.1f}"),
+        Final("seconds in all", None if at is None else _ended(history), "{:.0f}"),
+    ]  # fmt: skip
+
+
+def _values(history: RunHistory, name: str) -> list[float]:
+    return history.series(name)[1]
+
+
+def _pause(history: RunHistory) -> float | None:
+    """The engines' own, if they told it; else as the learner saw it."""
+    own = [history.series("sync/pause_s", actor)[1] for actor in history.sources("actor")]
+    values = [value for one in own for value in one] or _values(history, "sync/pause_s")
+    return statistics.fmean(values) if values else None
+
+
+def _recent(history: RunHistory, name: str) -> float | None:
+    values = _values(history, name)[-LAST:]
+    return statistics.fmean(values) if values else None
+
+
+def _mean(history: RunHistory, name: str) -> float | None:
+    values = _values(history, name)
+    return statistics.fmean(values) if values else None
+
+
+def _most(history: RunHistory, name: str) -> float | None:
+    return max(_values(history, name), default=None)
+
+
+def _scores(history: RunHistory) -> list[float]:
+    for name in history.names(LAUNCHER):
+        if name.startswith("eval/") and name.endswith("/score"):
+            versions, values = history.series(name, LAUNCHER, "version")
+            return [v for _, v in sorted(zip(versions, values, strict=True))]
+    return []
+
+
+def _pace(history: RunHistory, name: str, sources: Sequence[Source]) -> float | None:
+    """Growth of a total per second, from its first record to its last, over all writers."""
+    paces = []
+    for source in sources:
+        times, values = history.series(name, source, "wall_s")
+        if len(times) > 1 and times[-1] > times[0]:
+            grown = sum(max(b - a, 0.0) for a, b in zip(values, values[1:], strict=False))
+            paces.append(grown / (times[-1] - times[0]))
+    return sum(paces) if paces else None
+
+
+def _waiting(history: RunHistory, role: str) -> float | None:
+    """Share of waiting in the lives of a role's processes since the first batch was trained."""
+    began = history.series("loss/tokens", LEARNER, "wall_s")[0][:1]
+    if not began:
+        return None
+    spent = dict.fromkeys(STATES, 0.0)
+    for source in history.sources(role):
+        for state in STATES:
+            times, values = history.series(f"time/{state}_s", source, "wall_s")
+            later = [v for t, v in zip(times, values, strict=True) if t >= began[0]]
+            spent[state] += sum(max(b - a, 0.0) for a, b in zip(later, later[1:], strict=False))
+    whole = sum(spent.values())
+    return sum(spent[s] for s in WAITING) / whole if whole > 0 else None
+
+
+def _lost(counts: Mapping[str, float]) -> float | None:
+    dispatched = counts.get("samples/dispatched", 0.0)
+    terms = ("dropped_stale", "filtered", "failed", "requeued", "duplicate")
+    lost = sum(counts.get(f"samples/{term}", 0.0) for term in terms)
+    return lost / dispatched if dispatched else None
+
+
+def _first(history: RunHistory) -> float | None:
+    times, _ = history.series("loss/tokens", LEARNER, "wall_s")
+    return times[0] if times else None
+
+
+def _ended(history: RunHistory) -> float:
+    return max(p.wall_s for s in history.sources() if (p := history.last_at(s)) is not None)

@@ -1,0 +1,1 @@
+"""Runs as one HTML file that needs no server and no network, and runs compared."""

@@ -1,0 +1,102 @@
+"""Runs side by side: their final figures, and the settings in which they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.errors import UserError
+from asyncrl.monitor.figures.kit import Run
+from asyncrl.monitor.reading.finals import finals
+from asyncrl.monitor.reading.history import RunHistory
+from asyncrl.monitor.reading.retired import Retired
+
+ABSENT = "-"
+OF_A_NAME = frozenset({"run.name", "run.dir"})
+"""Settings that differ between any two runs, and say nothing."""
+WIDEST = 36
+"""Characters of a value in the terminal."""
+
+Row = tuple[str, ...]
+"""What it is, and its value in each run."""
+
+
+def load(folders: Sequence[Path]) -> list[Run]:
+    """Runs as far as they are written, each under a name of its own."""
+    runs: list[Run] = []
+    for folder in folders:
+        name = folder.resolve().name
+        while name in {r.name for r in runs}:
+            name = f"{folder.resolve().parent.name}-{name}"
+        run = Run(name, RunHistory(folder), Retired(folder))
+        run.history.update()
+        if run.retired is not None:
+            run.retired.update()
+        runs.append(run)
+    return runs
+
+
+def figures_of(runs: Sequence[Run]) -> list[Row]:
+    """Their final figures, those that any of them has."""
+    columns = [finals(run.history) for run in runs]
+    return [
+        (row[0].label, *(final.text for final in row))
+        for row in zip(*columns, strict=True)
+        if any(final.value is not None for final in row)
+    ]
+
+
+def difference(runs: Sequence[Run]) -> list[Row]:
+    """The settings that are not the same in all of them, by dotted key."""
+    configs = [settings(run.history.folder) for run in runs]
+    keys = sorted({key for config in configs for key in config} - OF_A_NAME)
+    rows = [(key, *(config.get(key, ABSENT) for config in configs)) for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def settings(folder: Path) -> dict[str, str]:
+    """A run's config.yaml, flat.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = folder / "config.yaml"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return dict(_flat(content, ""))
+    except (OSError, yaml.YAMLError, AttributeError) as e:
+        raise UserError(f"{path} is not a run's configuration: {type(e).__name__}: {e}") from e
+
+
+def _flat(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+
+
+def table(runs: Sequence[Run]) -> Iterator[str]:
+    """Both as lines for a terminal."""
+    names = ("", *(run.name for run in runs))
+    yield from _aligned([names, *figures_of(runs)])
+    rows = difference(runs)
+    yield ""
+    if rows:
+        yield "settings in which they differ"
+        yield from _aligned([names, *rows])
+    else:
+        yield "their settings are the same"
+
+
+def _aligned(rows: Sequence[Row]) -> Iterator[str]:
+    cells = [[c if len(c) <= WIDEST else c[: WIDEST - 3] + "..." for c in row] for row in rows]
+    widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
+    for first, *others in cells:
+        line = [first.ljust(widths[0])]
+        line += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join(line).rstrip()

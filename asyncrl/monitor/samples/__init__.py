@@ -1,0 +1,1 @@
+"""Looking at recorded samples: choosing them, showing them, writing them elsewhere."""

@@ -1,0 +1,92 @@
+"""The first page: how a run goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from asyncrl.monitor.terminal.draw import Lines, Panel, pairs, table, wrapped
+from asyncrl.monitor.terminal.pages.learning import ages
+from asyncrl.monitor.terminal.pages.work import generated, times, waits
+from asyncrl.monitor.terminal.view import View, series
+
+HEADLINES = frozenset({"step", "version"})
+"""Figures that the head of the screen has."""
+WIDE, HIGH = 130, 40
+"""A screen that has room for more."""
+
+
+def overview(view: View) -> Sequence[Panel]:
+    """How it goes: reward, loss, pace, staleness, figures, advice."""
+    if not view.history.series("loss/tokens")[0]:
+        return [Panel("starting", lambda width: _starting(view)), _events(view)]
+    return [
+        Panel("", lambda w: series(view, "reward", "reward/mean", w) + _held_out(view)),
+        Panel("", lambda w: series(view, "loss", "loss/policy", w, form="{:.4f}", short=True)),
+        Panel("", lambda w: _pace(view, w)),
+        Panel("figures", lambda w: pairs(_figures(view), w)),
+        Panel("advice", lambda w: _advice(view, w)),
+        *(_more(view) if view.wanted.width >= WIDE and view.wanted.height >= HIGH else ()),
+        _events(view),
+    ]
+
+
+def _more(view: View) -> list[Panel]:
+    """What there is room for on a large screen: the heads of the other pages."""
+    return [
+        Panel("", lambda w: ages(view, "staleness/head", "samples by head staleness", w)),
+        Panel("where the time goes: life | last minute", lambda w: times(view, w)),
+        Panel("", lambda w: generated(view, w)),
+        Panel("", lambda w: series(view, "effective sample size", "is/ess_frac", w, low=0.0)),
+        Panel("", lambda w: series(view, "entropy, nats", "loss/entropy", w)),
+        Panel("waits", lambda w: waits(view, w)),
+    ]
+
+
+def _starting(view: View) -> Lines:
+    rows = [(r["name"], r["state"], r["waits"][0] if r["waits"] else "")
+            for r in view.state["roles"]]  # fmt: skip
+    if not rows:
+        return [Text("the launcher has not said anything yet", "dim")]
+    return table(("role", "state", "does"), rows, left=2)
+
+
+def _held_out(view: View) -> Lines:
+    launcher = ("launcher", 0)
+    lines = []
+    for name in view.history.names(launcher):
+        if name.startswith("eval/") and name.endswith("/score"):
+            versions, scores = view.history.series(name, launcher, "version")
+            told = [f"{s:.3f} (version {v:.0f})"
+                    for v, s in sorted(zip(versions, scores, strict=True))]  # fmt: skip
+            few = told if len(told) < 4 else [told[0], "...", *told[-2:]]
+            lines.append(Text.assemble(("held out: ", "dim"), " ".join(few)))
+    return lines
+
+
+def _pace(view: View, width: int) -> Lines:
+    return series(view, "samples/s trained", "throughput/samples_s", width, form="{:.2f}", low=0.0,
+                  short=True)  # fmt: skip
+
+
+def _figures(view: View) -> list[tuple[str, str]]:
+    return [(label, text) for label, text in view.state["finals"] if label not in HEADLINES]
+
+
+def _advice(view: View, width: int) -> Lines:
+    if not view.advice:
+        return [Text("none: nothing stands out, or it is too early to tell", "dim")]
+    return [line for a in view.advice for line in wrapped(f"{a['kind']}: {a['line']}", width)]
+
+
+def _events(view: View) -> Panel:
+    def lines(width: int) -> Lines:
+        newest = view.state["events"][-8:]
+        return [
+            Text.assemble((f"{e['at']:>6} ", "dim"), f"{e['role']} ", (e["event"], "bold"),
+                          f" {e['more']}")
+            for e in newest
+        ]  # fmt: skip
+
+    return Panel("last events", lines)

@@ -1,0 +1,1 @@
+"""`asyncrl monitor --web`: runs as a page and as JSON, read from their folders."""

@@ -1,0 +1,66 @@
+"""Runs of which every process is killed, over and over, and that are resumed each time."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+
+import psutil
+import pytest
+
+from asyncrl.launch.processes.reaper import is_guard_of, processes_of
+from tests.helpers.run_checks import check_law, check_lineage, check_replay, reconcile
+
+pytestmark = [pytest.mark.run, pytest.mark.soak, pytest.mark.timeout(3600)]
+
+KILLS = 20
+STEPS = 60
+
+
+def kill_everything(run):
+    """SIGKILL: the launcher and its guard first, so that nobody tidies up."""
+    run_id = run.run_id()
+    guards = [p for p in psutil.process_iter() if is_guard_of(p, run_id)]
+    victims = [*guards, *processes_of(run_id)]
+    run.process.kill()
+    run.process.wait()
+    for victim in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim.pid, signal.SIGKILL)
+    psutil.wait_procs(victims, timeout=30)
+
+
+@pytest.mark.parametrize("durability", ["process", "none"])
+def test_killed_at_random_moments_and_resumed_each_time(start, durability):
+    """From before the first token to within a checkpoint: whatever is being done then."""
+    generator = random.Random(durability)
+    run = start(
+        f"run.steps={STEPS}", f"buffer.durability={durability}", "checkpoint.every=3",
+        "checkpoint.keep=3", "--learners", "2",
+    )  # fmt: skip
+    reached = []
+    for kill in range(KILLS):
+        run.wait_for(lambda k=kill: trainings(run) > k, "training again")
+        time.sleep(generator.uniform(0.0, 12.0))  # the moment is the point
+        if run.process.poll() is not None:
+            break
+        kill_everything(run)
+        reached.append(max((r["step"] for r in run.metrics("learner")), default=0))
+        run.resume()
+    assert run.wait(600) == 0, run.output
+    summary = run.summary()
+    assert (summary["ended"], summary["steps"]) == ("finished", STEPS)
+    check_law(summary)
+    if durability == "process":  # else what was dispatched since a checkpoint is forgotten
+        reconcile(run, STEPS, 32, killed=True)
+    check_lineage(run, summary)
+    check_replay(run)
+    print(f"{len(reached)} kills, after the steps", reached)
+    assert len(reached) == KILLS
+    run.nothing_left()
+
+
+def trainings(run):
+    """How often the run has begun to train, over all launches."""
+    return sum(e["event"] == "training" for e in run.events())

@@ -1,0 +1,278 @@
+"""The relay without vLLM: shared memory, its receiver, and engines that load when they like."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.actors.relay import watch as watch_module
+from asyncrl.actors.relay.memory import Buffers, Draft, Offer, mapped
+from asyncrl.actors.relay.watch import RelayWatch
+from asyncrl.actors.weights import EngineWeights
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import Version
+from asyncrl.weights import ParamSpec, TransferPlan
+from tests.weights.fakes import Learner, MappingEngine, N, subscriber
+
+PLAN = TransferPlan(
+    (
+        ParamSpec("a", "float32", (3, 5)), ParamSpec("b", "bfloat16", (7,)),
+        ParamSpec("c", "float32", ()),
+    )
+)  # fmt: skip
+V1, V2 = Version(0, 1), Version(0, 2)
+
+
+def flat(plan: TransferPlan, value: float) -> dict[str, torch.Tensor]:
+    return {d: torch.full((n,), value, dtype=getattr(torch, d)) for d, n in plan.sizes.items()}
+
+
+def info_of(plan: TransferPlan, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    raw = {d: t.view(torch.uint8).numpy().data for d, t in tensors.items()}
+    return plan.to_info() | {"checksums": plan.checksums(raw)}
+
+
+class Shelf:
+    """Puts versions on offer as a receiver does; one parameter, filled with the version."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.plan = TransferPlan((ParamSpec("w", "float32", (N,)),))
+        self.drafts: list[Draft] = []
+
+    def draft(
+        self, version: Version, plan: TransferPlan, tensors: dict[str, torch.Tensor]
+    ) -> Draft:
+        draft = Draft(version, plan, Buffers())
+        for bucket in plan.buckets(16 if plan is PLAN else 1 << 20):
+            room = draft.room(bucket)
+            room.copy_(tensors[bucket.dtype][bucket.start : bucket.stop])
+            draft.filled(bucket, room)
+        self.drafts.append(draft)
+        return draft
+
+    def offer(self, number: int) -> Draft:
+        tensors = flat(self.plan, float(number))
+        draft, info = (
+            self.draft(Version(0, number), self.plan, tensors),
+            info_of(self.plan, tensors),
+        )
+        assert draft.seal(info["checksums"]) == []
+        Offer.of(draft, info).write(self.path)
+        return draft
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[Shelf]:
+    made = Shelf(tmp_path / "offer.json")
+    yield made
+    for draft in made.drafts:
+        draft.close()
+
+
+# --- the memory ---------------------------------------------------------------------------------
+
+
+def test_a_sealed_version_is_whole_and_cannot_change(shelf: Shelf) -> None:
+    tensors = flat(PLAN, 1.5)
+    info = info_of(PLAN, tensors)
+    draft = shelf.draft(V1, PLAN, tensors)
+    assert draft.seal(info["checksums"]) == []
+    Offer.of(draft, info).write(shelf.path)
+    offer = Offer.read(shelf.path)
+    assert offer == Offer.of(draft, info)
+    assert TransferPlan.from_info(offer.info) == PLAN
+    with pytest.raises(PermissionError):
+        os.pwrite(draft.fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(draft.fd, 0)
+    fd = offer.open()
+    got = mapped(f"/proc/self/fd/{fd}", PLAN)
+    os.close(fd)
+    assert {d: t.tolist() for d, t in got.items()} == {d: t.tolist() for d, t in tensors.items()}
+    got["float32"][0] = 7.0  # a copy of that page: nobody else sees it
+    assert mapped(f"/proc/self/fd/{draft.fd}", PLAN)["float32"][0] == 1.5
+
+
+def test_what_arrived_wrong_is_named_and_never_sealed(shelf: Shelf) -> None:
+    tensors = flat(PLAN, 1.5)
+    info = info_of(PLAN, tensors)
+    tensors["bfloat16"][3] = 2.0
+    draft = shelf.draft(V1, PLAN, tensors)
+    assert draft.seal(info["checksums"]) == ["b"]
+    with pytest.raises(WeightSyncError, match="0:1 is not held any more"):
+        Offer.of(draft, info).open()
+
+
+def test_an_offer_whose_memory_is_gone_is_not_mistaken_for_another(shelf: Shelf) -> None:
+    first, second = shelf.offer(1), shelf.offer(2)
+    offer = Offer.read(shelf.path)
+    assert offer is not None
+    with pytest.raises(WeightSyncError, match="not held any more"):
+        offer._replace(fd=first.fd).open()  # sealed and as long, but another version
+    with pytest.raises(WeightSyncError, match="not held any more: .*No such file"):
+        offer._replace(fd=10_000).open()
+    with open(os.devnull) as other, pytest.raises(WeightSyncError, match="not held any more"):
+        offer._replace(fd=other.fileno()).open()
+    os.close(offer.open())
+    assert second.nbytes == offer.nbytes == 4 * N
+
+
+def test_who_maps_a_version_keeps_it_though_the_receiver_has_gone_on(shelf: Shelf) -> None:
+    shelf.offer(1)
+    offer = Offer.read(shelf.path)
+    assert offer is not None
+    fd = offer.open()
+    shelf.drafts.pop().close()
+    got = mapped(f"/proc/self/fd/{fd}", shelf.plan)["float32"]
+    os.close(fd)
+    assert torch.equal(got, torch.full((N,), 1.0))
+
+
+# --- an engine's end ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Watched:
+    """An engine that watches a shelf, in the running loop."""
+
+    engine: MappingEngine
+    weights: EngineWeights
+    watch: RelayWatch
+    failures: list[tuple[Version, str]]
+
+    async def reaches(self, version: Version) -> None:
+        async with asyncio.timeout(30):
+            while self.engine.applied != version:
+                await asyncio.sleep(0.001)
+        assert self.engine.weights is not None
+        assert torch.equal(self.engine.weights, torch.full((N,), float(version.version)))
+
+
+def watching(path: Path, scenario: Callable[[Watched], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        engine, failures = MappingEngine(), []
+        weights = subscriber(engine)
+        watch = RelayWatch(
+            str(path), weights, applied=lambda: engine.applied,
+            on_failure=lambda version, reason: failures.append((version, reason)),
+        )  # fmt: skip
+        task = asyncio.create_task(watch.run())
+        try:
+            async with asyncio.timeout(60):
+                await scenario(Watched(engine, weights, watch, failures))
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_an_engine_takes_the_newest_and_counts_what_it_skipped(shelf: Shelf) -> None:
+    async def scenario(w: Watched) -> None:
+        shelf.offer(3)
+        await w.reaches(Version(0, 3))
+        assert w.weights.metrics()["sync/skipped"] == 0, "it was not there before"
+        w.engine.hangs = "begin"  # it waits for its requests, say: nobody waits for it
+        shelf.offer(4)
+        while w.engine.steps.count("begin") < 2:
+            await asyncio.sleep(0.001)
+        for number in (5, 6):
+            shelf.offer(number)
+        w.engine.hangs = ""
+        w.engine.thawed.set()
+        await w.reaches(Version(0, 6))
+        metrics = w.weights.metrics()
+        assert metrics["sync/skipped"] == 1
+        assert 0 <= metrics["sync/load_s"] <= metrics["sync/pause_s"] < 30
+        assert set(w.weights.metrics()) == {"sync/skipped"}, "each update is told of once"
+        assert w.engine.steps == ["begin", "receive", "commit"] * 3
+        assert w.failures == []
+
+    watching(shelf.path, scenario)
+
+
+def test_what_could_not_be_loaded_is_tried_again_later_each_time(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "RETRY_S", 0.1)
+    seen: list[float] = []
+
+    async def scenario(w: Watched) -> None:
+        w.engine.fails = "receive"
+        w.engine.on_step = lambda step: seen.append(time.monotonic()) if step == "begin" else None
+        shelf.offer(1)
+        while len(seen) < 3:
+            await asyncio.sleep(0.001)
+        assert w.engine.applied == Version(0, 0)
+        assert w.engine.broken is None
+        assert w.failures[0] == (V1, "weight update: receive failed: no receive today")
+        w.engine.fails = ""
+        await w.reaches(V1)
+
+    watching(shelf.path, scenario)
+    assert seen[1] - seen[0] >= 0.1
+    assert seen[2] - seen[1] >= 0.2
+
+
+def test_who_leaves_takes_no_more(shelf: Shelf) -> None:
+    async def scenario(w: Watched) -> None:
+        shelf.offer(1)
+        await w.reaches(V1)
+        w.watch.held = True
+        shelf.offer(2)
+        await asyncio.sleep(3 * watch_module.POLL_S)
+        assert w.engine.applied == V1
+        w.watch.held = False
+        await w.reaches(V2)
+
+    watching(shelf.path, scenario)
+
+
+# --- receivers, and the learner -----------------------------------------------------------------
+
+
+def test_a_restarted_receiver_is_caught_up_and_its_engines_with_it(
+    learner: Learner, tmp_path: Path
+) -> None:
+    learner.fleet.relays = tmp_path
+    learner.start("relay-0", "relay-1")
+    for _ in range(2):
+        learner.publish()
+        learner.publisher.wait()
+    learner.check("relay-0", "relay-1")
+    held = learner.fleet.actors["relay-0"].subscriber.metrics()
+    assert held == {"sync/held_bytes": 4 * N}
+    learner.fleet.kill("relay-0")
+    assert not (tmp_path / "relay-0.json").exists()
+    learner.fleet.add("relay-0")
+
+    async def scenario(w: Watched) -> None:
+        assert await asyncio.to_thread(learner.publisher.finish, 60.0) == []
+        await w.reaches(learner.version)
+        await asyncio.to_thread(learner.publish)
+        await w.reaches(learner.version)
+
+    watching(tmp_path / "relay-0.json", scenario)
+    learner.publisher.wait()
+    learner.check("relay-0", "relay-1")
+    timings = learner.publisher.take_timings()
+    assert timings["sync/bytes"] == 4 * N
+    descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors()]
+    assert sum("memfd:asyncrl-" in d for d in descriptors) == 2, "one version is held by each"
+
+
+def _descriptors() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        if os.path.lexists(f"/proc/self/fd/{fd}"):
+            found.append(fd)
+    return found
