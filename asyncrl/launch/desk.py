@@ -76,7 +76,9 @@ class Desk:
             self.board.remember(lines_of(Path(folder.metrics)), resume.step, resume.applied)
         self._watchdog = Watchdog(self.board, config.log.stall_warn_s)
         self._troubled: set[str] = set()
-        """Sinks whose trouble was told."""
+        """Sinks whose trouble was told, and checkpoints."""
+        self._no_checkpoint = ""
+        """Why the last one failed; empty: it did not."""
         self.keys = keys_of(config)
         self._spans = span_log(folder.path, "launcher", 0, run_id, config.trace.kept_mib)
         self.hub = Hub(
@@ -151,7 +153,9 @@ class Desk:
     def look_for_troubles(self) -> None:
         """Say why nothing moves, when it begins, ever more rarely, and when it is over; and what
         cannot be written."""
-        troubles = self.hub.troubles()
+        troubles = dict(self.hub.troubles())
+        if self._no_checkpoint:
+            troubles["checkpoint"] = self._no_checkpoint
         for name in troubles.keys() - self._troubled:
             self.view.say(troubles[name])
         self._troubled = set(troubles)
@@ -172,6 +176,8 @@ class Desk:
             now, role = time.monotonic(), f"{record['role']}-{record['rank']}"
             told = {k: v for k, v in event.items() if k != "event"}
             self._spans.add("event", str(event["event"]), now, now, role=role, told=told)
+            if event["event"] in ("checkpoint", "checkpoint_failed"):
+                self._no_checkpoint = str(event.get("reason", ""))
 
     def resumed(self, point: ResumePoint, changes: Sequence[Change]) -> None:
         """Tell that the run goes on, and what differs."""

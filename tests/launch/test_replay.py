@@ -171,7 +171,7 @@ def test_another_loss_on_the_same_data(run, said, tmp_path):
         (Wish(check=True, steps=2), "kept no weights of step 2"),
         (Wish(check=True, learners=2), "2 ranks instead of the run's 1"),
         (Wish(out="{run}"), "exists and is not an empty folder"),
-        (Wish(from_step=1), "has no checkpoint 1"),
+        (Wish(from_step=1), "has no checkpoints"),
     ],
 )
 def test_what_cannot_be_asked_for(run, said, wish, words):

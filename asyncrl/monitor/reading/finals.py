@@ -56,7 +56,7 @@ def finals(history: RunHistory) -> list[Final]:
         Final("effective samples", _mean(history, "is/ess_frac"), "{:.1%}"),
         Final("weights cut off", _mean(history, "is/clip_frac"), "{:.1%}"),
         Final("update pauses actors, s", _pause(history), "{:.3f}"),
-        Final("samples lost", _lost(buffer) if trained else None, "{:.1%}"),
+        Final("dispatched in vain", _in_vain(buffer) if trained else None, "{:.1%}"),
         Final("length bias", buffer.get("samples/len_bias"), "{:.3f}"),
         Final("actor restarts", history.latest(LAUNCHER).get("actor/restarts"), "{:.0f}"),
         Final("first step after, s", _first(history), "{:.1f}"),
@@ -98,13 +98,19 @@ def _scores(history: RunHistory) -> list[float]:
 
 
 def _pace(history: RunHistory, name: str, sources: Sequence[Source]) -> float | None:
-    """Growth of a total per second, from its first record to its last, over all writers."""
+    """Growth of a total per second, over all writers; the time in which a run had ended, or its
+    learner was restarted, is left out."""
     paces = []
     for source in sources:
         times, values = history.series(name, source, "wall_s")
-        if len(times) > 1 and times[-1] > times[0]:
-            grown = sum(max(b - a, 0.0) for a, b in zip(values, values[1:], strict=False))
-            paces.append(grown / (times[-1] - times[0]))
+        lives = history.incarnations(name, source)
+        grown = spent = 0.0
+        for i in range(1, len(times)):
+            if lives[i] == lives[i - 1]:
+                grown += max(values[i] - values[i - 1], 0.0)
+                spent += times[i] - times[i - 1]
+        if spent > 0:
+            paces.append(grown / spent)
     return sum(paces) if paces else None
 
 
@@ -123,11 +129,12 @@ def _waiting(history: RunHistory, role: str) -> float | None:
     return sum(spent[s] for s in WAITING) / whole if whole > 0 else None
 
 
-def _lost(counts: Mapping[str, float]) -> float | None:
+def _in_vain(counts: Mapping[str, float]) -> float | None:
+    """Share of the dispatches that came to nothing; what was requeued is dispatched again."""
     dispatched = counts.get("samples/dispatched", 0.0)
     terms = ("dropped_stale", "filtered", "failed", "requeued", "duplicate")
-    lost = sum(counts.get(f"samples/{term}", 0.0) for term in terms)
-    return lost / dispatched if dispatched else None
+    vain = sum(counts.get(f"samples/{term}", 0.0) for term in terms)
+    return vain / dispatched if dispatched else None
 
 
 def _first(history: RunHistory) -> float | None:

@@ -164,6 +164,11 @@ class RunHistory:
         after = bisect_right(found.points, wall_s, key=lambda p: p.wall_s)
         return float(found.values[after - 1]) if after else None
 
+    def incarnations(self, name: str, source: Source = LEARNER) -> list[int]:
+        """Of each value of a metric, [n], the learner's incarnation that the writer knew."""
+        found = self._series.get(source, {}).get(name)
+        return [] if found is None else [p.incarnation for p in found.points]
+
     def hists(
         self, name: str, source: Source = LEARNER, last: int | None = None
     ) -> list[Histogram]:
