@@ -9,7 +9,8 @@ Never is half a version served: an update that fails before it is loaded leaves 
 generating, one that fails later kills the engine. An update whose next step does not come
 is given up after a deadline, so that a dead learner leaves no engine paused. Where another
 actor's failure breaks the group of a begun update, the engine stays paused and joins the next
-group: the same version, or a newer one, then comes through that.
+group: the same version, or a newer one, then comes through that. However often that happens, it
+waits for a next step no longer than twice the deadline after it was paused.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class EngineWeights:
         self._watchdog: asyncio.Task[None] | None = None
         self._steps = asyncio.Lock()  # one at a time, giving up included
         self._paused_at = 0.0
+        self._longest_s = timeout_s  # of the deadlines since the pause
         self._timings: dict[str, float] = {}
         self._taken = False
         self._skipped = 0
@@ -142,6 +144,7 @@ class EngineWeights:
             self._deadline_s, self._version = self._timeout_s + self._drain_s, version
             if self._state == "idle":
                 self._state, self._paused_at = "begun", time.monotonic()
+                self._longest_s = self._deadline_s
                 await self._step("begin", self._engine.begin_update())
             self._watch()
 
@@ -156,6 +159,7 @@ class EngineWeights:
                 await self._give_up(f"receive failed: {e!r}")
                 raise
             self._deadline_s = publication_deadline_s(self._timeout_s, nbytes)
+            self._longest_s = max(self._longest_s, self._deadline_s)
             await self._step("receive", self._engine.receive_update(info))
             self._state = "received"
             self._watch()
@@ -239,11 +243,17 @@ class EngineWeights:
         self._engine.fail(f"weight update to {self._version} left no whole version: {reason}")
 
     def _watch(self) -> None:
+        wait_s = self._deadline_s
+        if self._state == "begun":  # which any number of groups may leave it in
+            left_s = self._paused_at + 2 * self._longest_s - time.monotonic()
+            wait_s = max(0.0, min(wait_s, left_s))
+
         async def expire() -> None:
-            await asyncio.sleep(self._deadline_s)
+            await asyncio.sleep(wait_s)
             async with self._steps:  # a step that came just now cancels this wait
                 self._watchdog = None
-                await self._give_up(f"no next step within {self._deadline_s:.0f} s")
+                paused_s = time.monotonic() - self._paused_at
+                await self._give_up(f"no next step, paused for {paused_s:.0f} s")
 
         self._watchdog = asyncio.create_task(expire())
 

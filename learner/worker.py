@@ -259,10 +259,12 @@ class LearnerWorker:
             for name in self.publisher.finish(timeout):
                 log.warning("%s has not taken the last version %s", name, self.version)
         self._tell_publisher()
+        in_step = False
         try:
             self._say_and_save(ended)
+            in_step = True
         finally:
-            self.keeper.finish()
+            self.keeper.finish(in_step=in_step)
 
     def _say_and_save(self, ended: str) -> None:
         config = self.config

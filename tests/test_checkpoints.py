@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl import checkpoints
-from asyncrl.checkpoints import META, Checkpoint, Meta, ResumePoint
+from asyncrl.checkpoints import META, Checkpoint, Meta, ResumePoint, reading, writing
 from asyncrl.errors import CheckpointError
 
 
@@ -126,7 +126,7 @@ def test_one_that_a_learner_removes_meanwhile_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, gone = write(tmp_path, 20), tmp_path / "checkpoints" / "step-000010"
-    monkeypatch.setattr(checkpoints, "_folders", lambda _: [gone, kept.path])
+    monkeypatch.setattr(reading, "_folders", lambda _: [gone, kept.path])
     assert checkpoints.list_checkpoints(tmp_path) == [kept]
 
 
@@ -176,7 +176,7 @@ def test_pruning_keeps_the_latest_and_the_best_and_no_more_than_it_must(
     run = tmp_path_factory.mktemp("run")
     held: list[Written] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "sync", lambda _: None)  # most of the time, of no matter here
+        patch.setattr(writing, "sync", lambda _: None)  # most of the time, of no matter here
         for step, (score, size) in enumerate(made, start=1):
             held.append(Written(step, score, write(run, step, score=score, size=size).meta.nbytes))
             checkpoints.prune(run, keep, quota)

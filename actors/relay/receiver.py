@@ -70,12 +70,20 @@ class RelayReceiver:
             raise WeightSyncError("receive without begin")
         with self._step("receive"):
             draft = Draft(self._version, TransferPlan.from_info(info), self._buffers)
+            loop = asyncio.get_running_loop()
+            filling = loop.run_in_executor(None, self._fill, draft, info)
             try:
-                refuse_damaged([await asyncio.to_thread(self._fill, draft, info)])
+                refuse_damaged([await asyncio.shield(filling)])
             except BaseException:
-                draft.close()
                 self._buffers = Buffers()  # somebody may still write to these
+                if filling.done():
+                    draft.close()
+                else:  # its thread goes on: closed, the number might be another file's
+                    filling.add_done_callback(lambda _: draft.close())
+                    filling.add_done_callback(asyncio.Future.exception)  # nobody else hears of it
                 raise
+            finally:
+                del filling  # its error refers to this frame: a cycle would keep the group open
         self._draft, self._info = draft, dict(info)
 
     async def commit(self, version: Version) -> None:

@@ -29,7 +29,7 @@ def trace(
     from asyncrl.monitor.trace.write import write_trace
 
     folder = find(run, Path(directory))
-    out = Path(output or f"{folder.resolve().name}.trace.json.gz")
+    out = Path(output or f"{folder.resolve().name}.trace.json.gz").expanduser()
     written = write_trace(folder, out, None if steps is None else _range(steps))
     left = f"; {written.malformed} lines could not be read" if written.malformed else ""
     print(

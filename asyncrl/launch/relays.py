@@ -83,14 +83,14 @@ class Relays:
             if Version(record["incarnation"], record["version"]) > INITIAL:
                 slot.failures = 0
 
-    def tick(self, silent: Callable[[Relay, float], bool]) -> str:
+    def tick(self, silent: Callable[[Relay, float], bool]) -> list[str]:
         """Start who is missing; end who is silent; restart who has waited long enough.
 
         Args:
             silent: whether one has sent no record for so many seconds.
 
         Returns:
-            What to tell people; "" when there is nothing.
+            What to tell people, a line for each that failed.
 
         Raises:
             RoleDiedError: as `ended`.
@@ -101,12 +101,12 @@ class Relays:
             self._start(slot)
         if new:
             self._placed([slot.name for slot in new])
-        told = ""
+        told = []
         for slot in self.slots:
             limit = SILENT_S if slot.heard else self._config.cluster.ready_timeout_s
             if slot.state == "running" and silent(slot, limit):
                 why = f"{slot.name} stood still: no sign of life of it for {limit:.0f} s"
-                told = self._failed(slot, RoleDiedError(why))
+                told.append(self._failed(slot, RoleDiedError(why)))
             elif slot.state == "backoff" and time.monotonic() >= slot.until:
                 slot.restarts += 1
                 self._tell("relay_restarted", relay=slot.name, restarts=slot.restarts)

@@ -148,7 +148,7 @@ class Run:
         else:
             _, version = self.desk.board.position()
             crew.fleet.run_ready(crew.buffer.endpoint, crew.learners.announce_to, version)
-            if told := crew.relays.tick(self.silent):
+            for told in crew.relays.tick(self.silent):
                 self.desk.view.say(told)
         crew.show_roles()
         self.look_at_buffer()

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from asyncrl.monitor.words import clean
+
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 RAW = "raw"
 """The logger of a line that no logger wrote."""
@@ -157,6 +159,13 @@ class _File:
     _before: float = 0.0
 
     def _parse(self, line: str) -> Entry:
+        try:
+            return self._record(line)
+        except (ValueError, OverflowError):  # it has the form of a record, but no such date
+            level = "ERROR" if _SPEAKS.search(line) else "INFO"
+            return Entry(self._before, self.role, self.rank, self.run_id, level, RAW, line)
+
+    def _record(self, line: str) -> Entry:
         at, level, logger, message = self._before, "", RAW, line
         if ours := _OURS.match(line):
             at = timegm(time.strptime(ours[1], "%Y-%m-%dT%H:%M:%S")) + int(ours[2]) / 1000
@@ -229,13 +238,21 @@ def tail(folder: Path, lines: int, role: str = "") -> list[Entry]:
 
 
 def shown(entry: Entry, *, colour: bool = False) -> Iterator[str]:
-    """An entry as lines for people: local time, role, level, logger, message."""
+    """An entry as lines for people: local time, role, level, logger, message.
+
+    With `colour`, for a terminal, what others wrote cannot move its cursor.
+    """
+
+    def safe(text: str) -> str:
+        return clean(text, "\t") if colour else text
+
     clock = time.strftime("%H:%M:%S", time.localtime(entry.time)) if entry.time else "--:--:--"
     fraction = f".{int(entry.time % 1 * 1000):03d}" if entry.time else ".---"
     logger = entry.logger.removeprefix("asyncrl.")
     line = f"{clock}{fraction} {entry.name:<10} {entry.level:<7} {logger}: {entry.message}"
+    line = safe(line)
     codes = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31;1"}
     code = codes.get(entry.level) if colour else None
     yield f"\x1b[{code}m{line}\x1b[0m" if code else line
     for text in entry.traceback.splitlines():
-        yield f"    {text}"
+        yield f"    {safe(text)}"

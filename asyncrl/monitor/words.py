@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 
 def clock(seconds: float | None) -> str:
-    """m:ss, or a dash.
+    """m:ss, from an hour on h:mm:ss, or a dash.
 
-    >>> clock(65.2), clock(None)
-    ('1:05', '-')
+    >>> clock(65.2), clock(7_205), clock(None)
+    ('1:05', '2:00:05', '-')
     """
     if seconds is None:
         return "-"
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def age(seconds: float) -> str:
@@ -58,6 +61,27 @@ def names(roles: Sequence[str]) -> str:
         else:
             alone.append(role)
     return " ".join(alone + [f"{kind}-{_ranks(sorted(ranks))}" for kind, ranks in kinds.items()])
+
+
+def by_number(role: str) -> tuple[str, int]:
+    """A key that puts roles in order.
+
+    >>> sorted(["actor-10", "actor-9"], key=by_number)
+    ['actor-9', 'actor-10']
+    """
+    kind, _, rank = role.rpartition("-")
+    return kind, int(rank) if rank.isdigit() else 0
+
+
+def clean(text: str, keep: str = "") -> str:
+    r"""Text of others, safe in a terminal: what is not printable is shown as what it is.
+
+    >>> clean("a\x1b[31mb\n")
+    'a\\x1b[31mb\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c in keep or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _ranks(ranks: list[int]) -> str:

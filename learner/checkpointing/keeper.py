@@ -97,15 +97,25 @@ class Keeper:
         if saver is not None and self._config.checkpoint.at_end and step > saver.step:
             self._save(saver, step)
 
-    def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk.
+    def finish(self, *, in_step: bool = True) -> None:
+        """Wait until the last checkpoint is on the disk; nothing is trained any more.
+
+        Args:
+            in_step: every rank gets here, so that one that failed can be tried once more.
 
         Raises:
             CheckpointError: it is not.
         """
-        if self._saver is not None:
-            with self._shares.state("checkpoint"):
-                self._saver.finish()
+        if (saver := self._saver) is None:
+            return
+        with self._shares.state("checkpoint"):
+            if in_step:
+                failed = saver.failed()
+                if self._settings.world > 1:  # rank 0 alone seals it
+                    failed = bool(from_rank_0(int(failed), self._trainer.device))
+                if failed:
+                    saver.again()
+            saver.finish()
 
     def take_timings(self) -> dict[str, float]:
         """checkpoint/* since the last call; each is handed out once."""

@@ -107,6 +107,8 @@ class Saver:
         """Of the last checkpoint that was begun."""
         self.failure = ""
         """Why the last checkpoint is not on the disk; "" when it is, or is being written."""
+        self._begun: tuple[dict[str, Tensor], Meta, dict[str, float]] | None = None
+        """What the last one is made of; valid until the next is begun."""
         self._timings: dict[str, float] = {}
         room = expected(trainer)
         nbytes = sum(local(t).nbytes for t in room.values())
@@ -143,15 +145,27 @@ class Saver:
         )  # fmt: skip
         self.step = step
         took = {"wait_s": waited_s, "stage_s": time.monotonic() - began - waited_s}
-        self._job = self._thread.submit(self._write, copies, meta, took)
+        self._begun = copies, meta, took
+        self._job = self._thread.submit(self._write, *self._begun)
         if not self._config.checkpoint.background:
             self._settle()
         self._timings["checkpoint/stall_s"] = time.monotonic() - began
 
+    def failed(self) -> bool:
+        """Wait for the last checkpoint; whether this rank knows it not to be on the disk."""
+        self._settle()
+        return bool(self.failure)
+
+    def again(self) -> None:
+        """Write the last one once more, from its copies; every rank calls it, after `failed`."""
+        if self._begun is not None:
+            self._job = self._thread.submit(self._write, *self._begun)
+
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being written."""
-        return self._job is not None and not self._job.done()
+        begun = self._begun is not None  # until then the thread prepares its buffers
+        return begun and self._job is not None and not self._job.done()
 
     def take_timings(self) -> dict[str, float]:
         """checkpoint/* since the last call; each is handed out once."""

@@ -37,12 +37,14 @@ class Terminal:
         """All that was written."""
         self.status = None
         """The exit code, once it is over."""
+        # These would win over the terminal's real size.
+        kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
             os.execve(
                 sys.executable, [sys.executable, "-m", "asyncrl", *arguments],
-                os.environ | {"TERM": "xterm", "COLORTERM": ""} | (env or {}),
+                kept | {"TERM": "xterm", "COLORTERM": ""} | (env or {}),
             )  # fmt: skip
 
     def resize(self, columns, rows):

@@ -118,7 +118,8 @@ def test_a_killed_server_leaves_its_roles_and_another_takes_its_place(host):
 
 
 def test_of_several_that_find_no_server_one_starts_it(scratch, host, monkeypatch):
-    server = server_of(host().pid())
+    first = host()  # kept: a role ends with its host
+    server = server_of(first.pid())
     server.kill()
     wait_gone(server)
     assert os.path.exists(start.socket_path(scratch)), "what a killed server leaves"
@@ -174,7 +175,8 @@ def test_a_request_that_cannot_be_read_is_told_and_the_server_goes_on(host, scra
     request = start.Start("actor-7", dict(os.environ), ".", log, os.getpid(), Unreadable())
     with pytest.raises(RoleDiedError, match="actor-7: .*ValueError.*no number"):
         start.start_role(scratch, request, fork=True)
-    assert server_of(host().pid()).pid == server_of(role.pid()).pid
+    other = host()  # kept: a role ends with its host
+    assert server_of(other.pid()).pid == server_of(role.pid()).pid
     assert "no number" in (tmp_path / "server.log").read_text()
 
 
@@ -218,8 +220,8 @@ from asyncrl.roles import RoleSettings
 scratch, folder = sys.argv[1:]
 settings = RoleSettings("buffer", 0, 1, "", "cpu", 1, "gloo", "r", "tcp://x", folder,
                         forked=True)
-print(RoleHost(RoleSpec(load("tiny", (), {}).config, settings), scratch, folder + "/o.log").pid(),
-      flush=True)
+host = RoleHost(RoleSpec(load("tiny", (), {}).config, settings), scratch, folder + "/o.log")
+print(host.pid(), flush=True)
 time.sleep(600)
 """
 
@@ -237,7 +239,8 @@ def test_a_role_does_not_outlive_its_host(scratch, tmp_path, host):
     other.wait()
     other.stdout.close()
     wait_gone(forked)
-    wait_for_text(tmp_path / "o.log", f"process {forked.pid} ended with its host")
+    log = (tmp_path / "o.log").read_text()
+    assert "killed" not in log, "its connection closed, or it ended itself: that is in order"
     assert psutil.Process(role.pid()).is_running(), "another host's role goes on"
 
 

@@ -62,13 +62,13 @@ class Made:
             placed=self.placed.extend,
         )  # fmt: skip
 
-    def tick(self, silent: Callable[[Any, float], bool] = lambda slot, limit_s: False) -> str:
+    def tick(self, silent: Callable[[Any, float], bool] = lambda slot, limit_s: False) -> list[str]:
         return self.relays.tick(silent)
 
 
 def test_each_machine_with_an_actor_gets_one_also_later(clock: SimpleNamespace) -> None:
     made = Made(1)
-    assert made.tick() == ""
+    assert made.tick() == []
     made.tick()
     assert [h.calls for h in made.cluster.hosts] == [[("run", ("tcp://learner",))]]
     made.cluster.machines = 2
@@ -124,12 +124,19 @@ def test_one_that_stands_still_is_ended_and_restarted(clock: SimpleNamespace) ->
     def silent(slot: Any, limit_s: float) -> bool:
         return slot.rank == 1 and limit_s <= SILENT_S
 
-    assert made.tick(silent) == "", "it may be starting"
+    assert made.tick(silent) == [], "it may be starting"
     made.relays.write({"role": "relay", "rank": 1, "incarnation": 0, "version": 0})
-    told = made.tick(silent)
+    (told,) = made.tick(silent)
     assert told.startswith(f"relay-1 stood still: no sign of life of it for {SILENT_S:.0f} s; ")
     assert [s.state for s in made.relays.slots] == ["running", "backoff"]
     assert made.cluster.killed == ["relay-1"], "a stopped process does not notice its host's end"
+
+
+def test_two_that_stand_still_at_once_are_both_told(clock: SimpleNamespace) -> None:
+    made = Made(2)
+    made.tick()
+    told = made.tick(lambda slot, limit_s: True)
+    assert [line.split()[0] for line in told] == ["relay-0", "relay-1"]
 
 
 def test_actors_are_told_the_receiver_of_their_machine() -> None:

@@ -22,6 +22,7 @@ from asyncrl.config.render import to_yaml
 from asyncrl.errors import DataError, ModelError, UserError
 from asyncrl.launch.replay import Wish, replay
 from asyncrl.launch.replay.compare import different
+from asyncrl.launch.replay.past import read_past
 from asyncrl.launch.replay.plan import read_batches
 from asyncrl.learner.step import Trainer
 from asyncrl.recording import Retired
@@ -208,6 +209,14 @@ def test_what_the_recording_lacks_is_said(run, said):
     shutil.rmtree(run / "trajectories")
     with pytest.raises(DataError, match="no recording can be read there"):
         replay(run, Wish(), said.append)
+
+
+@pytest.mark.parametrize("steps", ['"x"', "1.5", "true"])
+def test_a_summary_without_a_number_is_named(tmp_path, steps):
+    (tmp_path / "config.yaml").write_text(to_yaml(load(None, SETTINGS).config))
+    (tmp_path / "summary.json").write_text(f'{{"steps": {steps}}}')
+    with pytest.raises(DataError, match=rf"summary\.json: steps is {steps}, no whole number: res"):
+        read_past(tmp_path, (), None, None)
 
 
 @pytest.mark.parametrize(

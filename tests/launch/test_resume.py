@@ -81,6 +81,14 @@ def test_without_a_checkpoint_it_begins_again(tmp_path: Path) -> None:
     assert (point.checkpoint, point.step, point.incarnation) == (None, 0, 1)
 
 
+def test_checkpoints_that_are_gone_are_said(tmp_path: Path) -> None:
+    former = Former(tmp_path)
+    former.write("events.jsonl", {"run_id": RUN_ID, "event": "checkpoint", "batch": 20})
+    assert former.resume().lines() == [
+        "goes on from its initial model (its checkpoints are gone, the last one was of batch 20)"
+    ]
+
+
 def test_one_that_went_back_on_purpose_stays_on_its_branch(tmp_path: Path) -> None:
     former = Former(tmp_path, 10, 20)
     resumption = former.resume(f"{former.folder}@10")

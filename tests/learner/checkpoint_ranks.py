@@ -9,6 +9,7 @@ ALONE is a checkpoint that one rank wrote. Writes OUT/NUMBER.RANK.npz of each va
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl import checkpoints
 from asyncrl.checkpoints import ResumePoint
 from asyncrl.config.schema import Config
+from asyncrl.errors import DeadlineError
 from asyncrl.learner.checkpointing.keeper import Keeper
 from asyncrl.learner.checkpointing.resume import go_on
 from asyncrl.learner.checkpointing.staging import local
@@ -73,6 +75,24 @@ def keep(trainer: Trainer, config: Config, of: RoleSettings, **more: Any) -> Kee
     told: dict[str, Any] = {"tell": lambda **_: None, "rest": dict} | more
     waits, shares = Waits(of.name), TimeShares()
     return Keeper(trainer, config, of, waits=waits, shares=shares, **told)
+
+
+class FailsAtFirst:
+    """A buffer whose first answers are that the disk is slow."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def save_ledger(self, path: str | os.PathLike[str], batch: int) -> None:
+        self.times -= 1
+        if self.times >= 0:
+            raise DeadlineError(f"the ledger of batch {batch} takes too long")
+
+    def covered(self, batch: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def full(state: dict[str, Tensor]) -> Arrays:
@@ -151,6 +171,13 @@ def main() -> None:
             if number == 0:
                 trainer, _ = restored(Path(model), Path(alone), name, rank, 2)
                 arrays |= {f"alone:{n}": v for n, v in full(state_of(trainer)).items()}
+                of = settings(Path(model), Path(out) / "again", rank, 2)
+                keeper = keep(trainer, variant(name), of)
+                if rank == 0:  # the other one does not hear of it
+                    keeper.connect(lambda: FailsAtFirst(1))
+                keeper.last(2)
+                keeper.finish()
+                keeper.close()
             np.savez(f"{out}/{number}.{rank}.npz", **arrays)  # type: ignore[arg-type]
 
 

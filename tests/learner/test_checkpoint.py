@@ -32,6 +32,7 @@ from tests.learner.checkpoint_ranks import (
     V2,
     VARIANTS,
     Arrays,
+    FailsAtFirst,
     full,
     keep,
     never_stopped,
@@ -92,6 +93,8 @@ def test_two_ranks_go_on_bit_for_bit(pair: tuple[Path, list[Arrays]]) -> None:
         ]  # fmt: skip
     asked = checkpoints.list_checkpoints(pair[0] / str(list(VARIANTS).index("own critic")))
     assert [c.meta.step for c in asked] == [2, 3, 4]
+    again = checkpoints.find(pair[0] / "again", "2").meta
+    assert again.world == 2, "rank 0 could not seal it at first"
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=list(VARIANTS))
@@ -180,7 +183,7 @@ def test_a_full_disk_is_told_and_the_checkpoints_before_stay(
         with pytest.raises(
             CheckpointError, match=r"batch 5 cannot be written to .*\(file too large.*make room"
         ):
-            keeper.finish()
+            keeper.finish(in_step=False)
     assert [e["event"] for e in events] == ["checkpoint_failed"]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == before
     with pytest.raises(CheckpointError, match="batch 5 cannot be written"):
@@ -283,6 +286,28 @@ def test_checkpoints_are_taken_when_they_are_due(model: Path, tmp_path: Path) ->
     again.finish()
     again.close()
     assert len(checkpoints.list_checkpoints(tmp_path)) == len(kept)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_the_last_one_is_tried_once_more(model: Path, tmp_path: Path, times: int) -> None:
+    """With the state and the score that it was begun with."""
+    trainer = Trainer(variant(FIRST), model, rank=0, world=1, device="cpu")
+    events: list[dict[str, Any]] = []
+    of_rank = settings(model, tmp_path, 0, 1)
+    keeper = keep(trainer, variant(FIRST), of_rank, tell=lambda **e: events.append(e))
+    keeper.connect(lambda: FailsAtFirst(times))
+    keeper.trained(trainer.train(part(2, 0, 1), V2), asked=False)
+    keeper.after_batch(2)
+    keeper.last(2)
+    if times == 2:
+        with pytest.raises(CheckpointError, match="checkpoint of batch 2 cannot be written"):
+            keeper.finish()
+    else:
+        keeper.finish()
+        assert isinstance(events[-1]["score"], float)
+    keeper.close()
+    want = ["checkpoint_failed"] * times + ["checkpoint"] * (times < 2)
+    assert [e["event"] for e in events] == want
 
 
 def test_the_buffer_is_not_obeyed_twice(model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.metrics import STATES
 from asyncrl.monitor.figures import heat, kit, learning, rates, staleness, work
 from asyncrl.monitor.figures.catalogue import FIGURES
-from asyncrl.monitor.figures.themes import template
+from asyncrl.monitor.figures.themes import HUES, template
 from asyncrl.monitor.report.compare import load
 from tests.helpers.metric_names import undocumented
 from tests.monitor.small_run import SmallRun
@@ -104,6 +104,11 @@ def test_several_runs_are_told_apart(small, tmp_path):
     reward = named(learning.reward(both, "step"))
     assert reward["small: reward"]["line"]["color"] != reward["other: reward"]["line"]["color"]
     assert len(reward["other: reward"]["x"]) == 3
+
+
+def test_more_runs_than_colours_are_drawn(small):
+    many = small * (len(HUES) + 1)
+    assert all(entry.draw(many, "step") for entry in FIGURES if entry.draw(small, "step"))
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -110,6 +110,24 @@ def test_it_reads_on_and_waits_for_the_end_of_what_grows(folder):
     assert reader.update(whole=True) == []
 
 
+def test_a_line_with_the_form_of_a_record_and_no_date_is_raw(folder):
+    lines = ("2026-13-45T00:00:00.000Z INFO x: y", "(m pid=1) INFO 99-99 99:99:99 [x] y",
+             "I9999 99:99:99.123 1 x] y")  # fmt: skip
+    write(folder, "actor-0", ours(NOON, "INFO", "one") + "\n".join(lines) + "\n")
+    entries = LogReader(folder).update(whole=True)
+    assert [(e.logger, e.message, e.time) for e in entries[1:]] == [
+        ("raw", line, NOON) for line in lines
+    ]
+
+
+def test_what_others_wrote_moves_no_cursor(folder):
+    write(folder, "actor-0", ours(NOON, "ERROR", "a\x1b[2Jb") + f"{TRACE}  File\x1b[2J\nKeyError\n")
+    (entry,) = LogReader(folder).update(whole=True)
+    assert any("\x1b[2J" in line for line in shown(entry)), "a file has it as it was"
+    for line in shown(entry, colour=True):
+        assert "\x1b[2J" not in line
+
+
 def test_the_end_alone(folder):
     write(folder, "actor-0", "".join(ours(NOON + k, "INFO", f"line {k}") for k in range(3000)))
     write(folder, "launcher", ours(NOON + 2999.5, "INFO", "last"))

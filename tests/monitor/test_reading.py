@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.monitor.reading import history as history_of
+from asyncrl.monitor.reading.finals import finals
 from asyncrl.monitor.reading.history import Point, RunHistory, Series
 from asyncrl.monitor.reading.tail import Decoder, Tail
 from tests.monitor.small_run import SmallRun
 
 objects = st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=6), max_size=3)
-broken = st.sampled_from([b"[1]", b"7", b"{torn", b'"text"', b"\xff\xfe", b"null"])
+broken = st.sampled_from(
+    [b"[1]", b"7", b"{torn", b'"text"', b"\xff\xfe", b'{"a": "\xff"}', b"null"]
+)
 blank = st.sampled_from([b"", b"  "])
 
 
@@ -144,3 +147,14 @@ def test_the_value_at_a_moment_and_the_newest(small):
     at, newest = history.newest("actor/generated_tokens", actor)
     assert (at.wall_s, newest) == (times[-1], values[-1])
     assert history.newest("nothing", actor) is None
+
+
+def test_of_a_version_the_newest_score_counts_and_none_of_what_was_given_up(small):
+    told = [(0, 0, 0.5), (20, 0, 0.9), (10, 0, 0.6), (15, 1, 0.3), (15, 1, 0.2)]
+    for k, (version, small.incarnation, score) in enumerate(told):
+        small.metrics({"eval/sums/score": score}, role="launcher", wall_s=30.0 + k, version=version)
+    history = RunHistory(small.folder)
+    history.update()
+    (scores,) = history.scores().values()
+    assert [(at.version, score) for at, score in scores] == [(0, 0.5), (10, 0.6), (15, 0.2)]
+    assert {f.label: f.value for f in finals(history)}["held out, last"] == 0.2

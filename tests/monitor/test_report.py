@@ -114,6 +114,23 @@ def test_one_run_is_not_compared_and_a_missing_one_is_named(command, two):
     assert "no run nothing" in err
 
 
+def test_folders_where_files_belong_are_named(command, two, tmp_path):
+    code, _, err = command("report", str(two[0]), "-o", str(tmp_path))
+    assert (code, err) == (
+        2, f"error: {tmp_path} cannot be written (is a directory): name another file\n"
+    )  # fmt: skip
+    for name in ("metrics.jsonl", "events.jsonl"):
+        run = SmallRun(tmp_path, name=f"of-{name}")
+        (run.folder / name).unlink(missing_ok=True)
+        (run.folder / name).mkdir()
+        code, _, err = command("report", str(run.folder))
+        assert code == 2
+        assert err == (
+            f"error: {run.folder / name} cannot be read (is a directory): restore it, or name "
+            "another run\n"
+        )
+
+
 def test_settings_are_flat_and_those_that_are_missing_count(two, tmp_path):
     assert settings(two[0])["learner.optim.lr"] == "1e-05"
     less = SmallRun(tmp_path, name="less")

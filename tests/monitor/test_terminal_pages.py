@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from asyncrl.monitor import words
 from asyncrl.monitor.reading.history import RunHistory
-from asyncrl.monitor.terminal import draw, view
+from asyncrl.monitor.terminal import draw, view, watcher
 from asyncrl.monitor.terminal.feed import FolderFeed
 from asyncrl.monitor.terminal.pages import BY_NAME, HELP, PAGES, work
 from asyncrl.monitor.terminal.view import View, Wanted, over_time, shares, spent
@@ -38,7 +39,7 @@ def drawn(folder, page, width=79, height=20, **more):
 
 
 def test_the_examples_hold():
-    for module in (draw, view):
+    for module in (draw, view, watcher, words):
         found = doctest.testmod(module)
         assert found.attempted
         assert found.failed == 0
@@ -156,6 +157,21 @@ def test_what_others_wrote_moves_no_cursor(text, where):
         assert shown.replace("\n", "").isprintable()
     if text.isprintable():
         assert text in BY_NAME["samples"].draw(empty).plain
+
+
+def test_events_move_no_cursor_either(tmp_path):
+    run, frames = SmallRun(tmp_path), []
+    run._write("events", {"event": "failed", "why": "a\x1b[2J\nb"}, role="actor", wall_s=1.0)
+
+    def show(frame):
+        frames.append(frame)
+        watching.stop()
+
+    watching = watcher.Watcher(lambda: FolderFeed(run.folder), "it", 0.0, show)
+    watching.run()
+    (frame,) = frames
+    assert "why a\\x1b[2J\\nb" in frame.body.plain
+    assert frame.body.plain.replace("\n", "").isprintable()
 
 
 def test_a_chart_of_what_is_no_number_draws_the_rest():

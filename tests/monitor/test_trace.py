@@ -135,6 +135,20 @@ def test_some_batches_alone(folder):
     assert not [e for e in events if e["name"] == "batch 1 gathers"]
 
 
+def test_a_machine_that_was_booted_again_has_another_clock(folder):
+    path = folder / "trace" / "learner-0.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    # A day later, when its monotonic clock has come to 10 s.
+    later = first | {"pid": first["pid"] + 1, "at": 10.0, "wall": first["wall"] + 86_400}
+    state = {"track": "state", "name": "train", "at": 11.0, "s": 1.0}
+    with path.open("a") as file:
+        file.write(f"{json.dumps(later)}\n{json.dumps(state)}\n")
+    before, after = (p for p in read_spans(folder).processes if p.name == "learner-0")
+    began = (first["wall"] + 86_400 + 1.0) * 1e6
+    assert abs(after.spans[0].at - began) <= 2
+    assert all(s.at < began for s in before.spans)
+
+
 def test_two_machines_meet_by_their_clocks_on_the_wall(folder):
     path = folder / "trace" / "actor-1.jsonl"
     first, *lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -198,6 +199,24 @@ def test_update_of_which_only_the_first_steps_come_again_is_given_up(step: str) 
         async with asyncio.timeout(30):
             while "abandon" not in engine.steps:
                 await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert engine.broken is None
+
+
+@pytest.mark.parametrize("step", ["join", "begin"])
+def test_no_engine_stays_paused_however_often_it_is_asked_to_join(step: str) -> None:
+    engine = FakeEngine(fails="join")
+
+    async def run() -> None:
+        weights = subscriber(engine, timeout_s=0.2)
+        await weights.begin(V1)
+        async with asyncio.timeout(20):
+            while "abandon" not in engine.steps:
+                with contextlib.suppress(WeightSyncError):
+                    await (weights.join({}) if step == "join" else weights.begin(V1))
+                await asyncio.sleep(0.01)
+        await weights.close()
 
     asyncio.run(run())
     assert engine.broken is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.actors.gloo_receiver import GlooReceiver
 from asyncrl.actors.relay import watch as watch_module
 from asyncrl.actors.relay.memory import Buffers, Draft, Offer, mapped
+from asyncrl.actors.relay.receiver import RelayReceiver
 from asyncrl.actors.relay.watch import RelayWatch
 from asyncrl.actors.weights import EngineWeights
 from asyncrl.errors import WeightSyncError
@@ -124,6 +127,46 @@ def test_an_offer_whose_memory_is_gone_is_not_mistaken_for_another(shelf: Shelf)
         offer._replace(fd=other.fileno()).open()
     os.close(offer.open())
     assert second.nbytes == offer.nbytes == 4 * N
+
+
+def test_who_is_cancelled_keeps_the_memory_until_its_thread_has_ended(tmp_path: Path) -> None:
+    """Else the thread would write into whichever file has that number next."""
+    receives, may_go_on = threading.Event(), threading.Event()
+    fds: list[int] = []
+
+    class Slow(GlooReceiver):
+        def receive(self, plan: TransferPlan, sink: Any, **_: Any) -> None:
+            fds.append(sink.fd)
+            receives.set()
+            assert may_go_on.wait(30)
+            bucket = next(iter(plan.buckets(16)))
+            sink.filled(bucket, sink.room(bucket))
+
+    def is_held() -> bool:
+        try:
+            return os.readlink(f"/proc/self/fd/{fds[0]}").startswith("/memfd:asyncrl-")
+        except FileNotFoundError:
+            return False
+
+    async def run() -> None:
+        receiver = RelayReceiver(str(tmp_path / "offer.json"))
+        receiver.gloo = Slow()
+        await receiver.begin(V1)
+        info = info_of(PLAN, flat(PLAN, 1.5)) | {"bucket_bytes": 16, "timeout_s": 30.0}
+        receiving = asyncio.create_task(receiver.receive(info))
+        await asyncio.to_thread(receives.wait, 30)
+        receiving.cancel()
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+            assert is_held()
+        finally:
+            may_go_on.set()
+        async with asyncio.timeout(30):
+            while is_held():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
 
 
 def test_who_maps_a_version_keeps_it_though_the_receiver_has_gone_on(shelf: Shelf) -> None:

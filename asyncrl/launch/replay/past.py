@@ -141,7 +141,7 @@ def read_past(
         )
     start = None if not from_step else checkpoints.find(run, str(from_step))
     events = list(lines_of(run / "events.jsonl"))
-    ended = _summary(run).get("steps")
+    ended = _trained(run)
     first, last = (1 if start is None else start.meta.step + 1), steps or ended
     newest = checkpoints.latest(run)
     if last is None and newest is not None:  # it was killed: no later weights are there
@@ -197,12 +197,20 @@ def _reason(events: list[dict[str, Any]], what: str) -> str:
     return next((str(e.get("reason", "")) for e in events if e.get("event") == what), "")
 
 
-def _summary(run: Path) -> dict[str, Any]:
+def _trained(run: Path) -> int | None:
+    """Steps that the run trained; None if it has no summary."""
+    path = run / "summary.json"
     try:
-        content = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    steps = content.get("steps") if isinstance(content, dict) else None
+    if steps is None or type(steps) is int:
+        return steps
+    raise DataError(
+        f"{path}: steps is {json.dumps(steps)}, no whole number: restore the file, or remove it to "
+        "replay up to the newest checkpoint"
+    )
 
 
 def _learner(run: Path) -> Iterator[dict[str, Any]]:

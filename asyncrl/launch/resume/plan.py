@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.resume.fields import Change, check_changes
-from asyncrl.launch.resume.lineage import Lineage
+from asyncrl.launch.resume.lineage import Lineage, lines_of
 from asyncrl.monitor.status_reader import find
 
 PLACE = ("run.dir", "run.name")
@@ -45,7 +45,7 @@ class Resumption:
     config: Resolved
     changes: list[Change]
     checkpoint: Checkpoint | None
-    """None: there is none yet, the run begins again from its initial model."""
+    """None: there is none, the run begins again from its initial model."""
 
     def point(self) -> ResumePoint:
         """Where it goes on, in an incarnation of its own; to be called once."""
@@ -55,10 +55,19 @@ class Resumption:
 
     def lines(self) -> list[str]:
         """What happens, in words."""
-        where = "its initial model (it has no checkpoint yet)"
+        where = f"its initial model ({_no_checkpoint(Path(self.folder.path))})"
         if self.checkpoint is not None:
             where = f"batch {self.checkpoint.meta.step} ({self.checkpoint.path.name})"
         return [f"goes on from {where}", *(f"changed: {change}" for change in self.changes)]
+
+
+def _no_checkpoint(folder: Path) -> str:
+    """Whether a run without checkpoints ever had some, as its events tell."""
+    events = lines_of(folder / "events.jsonl")
+    had = [e.get("batch") for e in events if e.get("event") == "checkpoint"]
+    if not had:
+        return "it has no checkpoint yet"
+    return f"its checkpoints are gone, the last one was of batch {had[-1]}"
 
 
 def named(text: str, directory: Path) -> Named:

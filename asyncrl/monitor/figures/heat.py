@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.metrics import WAITING
-from asyncrl.monitor.figures.kit import Figure, Run, layout, scale_of, source_name
+from asyncrl.monitor.figures.kit import Figure, Run, layout, scale_of
 from asyncrl.monitor.figures.rates import marks_of, shares
-from asyncrl.monitor.reading.history import Axis, Histogram
+from asyncrl.monitor.reading.history import Axis, Histogram, source_name
 
 MAX_COLUMNS = 300
 

@@ -159,8 +159,3 @@ def lines(
 def label_of(runs: Sequence[Run], run: Run, label: str) -> str:
     """What a line is called: with several runs, which one it is of."""
     return f"{run.name}: {label}" if len(runs) > 1 else label
-
-
-def source_name(source: Source) -> str:
-    """A process by name, e.g. actor-3."""
-    return source[0] if source[0] == "launcher" else f"{source[0]}-{source[1]}"

@@ -13,13 +13,10 @@ from asyncrl.monitor.figures.kit import (
     layout,
     lines,
     scale_of,
-    source_name,
     trace,
 )
 from asyncrl.monitor.figures.themes import HUES
-from asyncrl.monitor.reading.history import LEARNER, Axis, RunHistory
-
-LAUNCHER = ("launcher", 0)
+from asyncrl.monitor.reading.history import LEARNER, Axis, RunHistory, source_name
 
 
 def reward(runs: Sequence[Run], axis: Axis) -> Figure | None:
@@ -33,7 +30,7 @@ def reward(runs: Sequence[Run], axis: Axis) -> Figure | None:
             figure["data"].append(
                 trace(
                     label_of(runs, run, f"held out: {name}"), xs, ys,
-                    color=HUES[i] if len(runs) > 1 else HUES[1], dash="dot",
+                    color=HUES[i % len(HUES) if len(runs) > 1 else 1], dash="dot",
                     unit=scale_of(runs, axis).unit, meta=f"eval/{name}/score", mode="lines+markers",
                     marker={"size": 9, "symbol": "diamond"},
                 )
@@ -44,16 +41,13 @@ def reward(runs: Sequence[Run], axis: Axis) -> Figure | None:
 def scores(history: RunHistory, axis: Axis) -> list[tuple[str, list[float], list[float]]]:
     """(task, places, scores) of the evaluations, each where its version was made."""
     found = []
-    for metric in history.names(LAUNCHER):
-        if not (metric.startswith("eval/") and metric.endswith("/score")):
-            continue
-        versions, values = history.series(metric, LAUNCHER, "version")
-        places = history.series(metric, LAUNCHER, "wall_s")[0] if axis == "wall_s" else versions
-        if axis == "step":
-            places = [_steps_before(history, v) for v in versions]
+    for task, told in history.scores().items():
+        places = [
+            _steps_before(history, at.version) if axis == "step" else float(getattr(at, axis))
+            for at, _ in told
+        ]
         order = sorted(range(len(places)), key=places.__getitem__)
-        task = metric.removeprefix("eval/").removesuffix("/score")
-        found.append((task, [places[k] for k in order], [values[k] for k in order]))
+        found.append((task, [places[k] for k in order], [told[k][1] for k in order]))
     return found
 
 

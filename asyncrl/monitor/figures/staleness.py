@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl.monitor import words
 from asyncrl.monitor.figures.kit import Figure, Line, Run, layout, lines, scale_of
 from asyncrl.monitor.figures.themes import HUES
 from asyncrl.monitor.reading.history import Axis
@@ -43,7 +44,7 @@ def by_actor(runs: Sequence[Run], axis: Axis) -> Figure | None:
     retired = runs[0].retired
     if retired is None or not retired.trained:
         return None
-    actors = sorted({actor for actor, _ in retired.trained}, key=_by_number)
+    actors = sorted({actor for actor, _ in retired.trained}, key=words.by_number)
     data = []
     for k in sorted({k for _, k in retired.trained}):
         counts = [retired.trained[actor, k] for actor in actors]
@@ -58,11 +59,6 @@ def by_actor(runs: Sequence[Run], axis: Axis) -> Figure | None:
     drawn |= {"barmode": "stack", "hovermode": "y unified", "bargap": 0.35}
     drawn["xaxis"] = {"tickformat": ".0%", "range": [0, 1]}
     return {"data": data, "layout": drawn}
-
-
-def _by_number(actor: str) -> tuple[str, int]:
-    kind, _, rank = actor.rpartition("-")
-    return kind, int(rank) if rank.isdigit() else 0
 
 
 def ess(runs: Sequence[Run], axis: Axis) -> Figure | None:

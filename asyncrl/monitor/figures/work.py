@@ -15,16 +15,12 @@ from asyncrl.monitor.figures.kit import (
     layout,
     lines,
     scale_of,
-    source_name,
     trace,
 )
 from asyncrl.monitor.figures.rates import lifetime, marks_of, per_second, shares
 from asyncrl.monitor.figures.themes import HUES, STATE_HUES
-from asyncrl.monitor.reading.history import LEARNER, Axis, Source
-
-BUFFER = ("buffer", 0)
-LOST = ("dropped_stale", "filtered", "failed", "requeued", "duplicate")
-"""Ends of a dispatch that are work for nothing."""
+from asyncrl.monitor.reading.finals import LOST
+from asyncrl.monitor.reading.history import BUFFER, LEARNER, Axis, Source, source_name
 
 
 def tokens(runs: Sequence[Run], axis: Axis) -> Figure | None:
@@ -138,8 +134,8 @@ def waits(runs: Sequence[Run], axis: Axis) -> Figure | None:
             if xs:
                 data.append(
                     trace(label_of(runs, run, label), xs, ys,
-                          color=HUES[i if several else j], dash="dot" if j else "solid",
-                          unit=scale.unit, meta=name)
+                          color=HUES[(i if several else j) % len(HUES)],
+                          dash="dot" if j else "solid", unit=scale.unit, meta=name)
                 )  # fmt: skip
     drawn = layout(scale, "seconds", rangemode="tozero")
     return {"data": data, "layout": drawn} if data else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from asyncrl.metrics import STATES, WAITING
-from asyncrl.monitor.reading.history import LEARNER, RunHistory, Source
+from asyncrl.monitor.reading.history import BUFFER, LAUNCHER, LEARNER, RunHistory, Source
 
-BUFFER: Source = ("buffer", 0)
-LAUNCHER: Source = ("launcher", 0)
+LOST = ("dropped_stale", "filtered", "failed", "requeued", "duplicate")
+"""Ends of a dispatch that are work for nothing."""
 LAST = 10
 """Batches of which "last" is the mean."""
 
@@ -90,28 +91,21 @@ def _most(history: RunHistory, name: str) -> float | None:
 
 
 def _scores(history: RunHistory) -> list[float]:
-    for name in history.names(LAUNCHER):
-        if name.startswith("eval/") and name.endswith("/score"):
-            versions, values = history.series(name, LAUNCHER, "version")
-            return [v for _, v in sorted(zip(versions, values, strict=True))]
-    return []
+    first = next(iter(history.scores().values()), [])
+    return [score for _, score in first]
 
 
 def _pace(history: RunHistory, name: str, sources: Sequence[Source]) -> float | None:
-    """Growth of a total per second, over all writers; the time in which a run had ended, or its
-    learner was restarted, is left out."""
-    paces = []
+    """Growth of a total per second, over all writers, in the time in which any of them wrote; the
+    time in which a run had ended, or its learner was restarted, is left out."""
+    grown, told = 0.0, []
     for source in sources:
         times, values = history.series(name, source, "wall_s")
-        lives = history.incarnations(name, source)
-        grown = spent = 0.0
-        for i in range(1, len(times)):
-            if lives[i] == lives[i - 1]:
-                grown += max(values[i] - values[i - 1], 0.0)
-                spent += times[i] - times[i - 1]
-        if spent > 0:
-            paces.append(grown / spent)
-    return sum(paces) if paces else None
+        mine = list(zip(times, history.incarnations(name, source), values, strict=True))
+        grown += sum(max(b[2] - a[2], 0.0) for a, b in pairwise(mine) if a[1] == b[1])
+        told += [(at, life) for at, life, _ in mine]
+    spent = sum(b[0] - a[0] for a, b in pairwise(sorted(told)) if a[1] == b[1])
+    return grown / spent if spent > 0 else None
 
 
 def _waiting(history: RunHistory, role: str) -> float | None:
@@ -124,7 +118,7 @@ def _waiting(history: RunHistory, role: str) -> float | None:
         for state in STATES:
             times, values = history.series(f"time/{state}_s", source, "wall_s")
             later = [v for t, v in zip(times, values, strict=True) if t >= began[0]]
-            spent[state] += sum(max(b - a, 0.0) for a, b in zip(later, later[1:], strict=False))
+            spent[state] += sum(max(b - a, 0.0) for a, b in pairwise(later))
     whole = sum(spent.values())
     return sum(spent[s] for s in WAITING) / whole if whole > 0 else None
 
@@ -132,8 +126,7 @@ def _waiting(history: RunHistory, role: str) -> float | None:
 def _in_vain(counts: Mapping[str, float]) -> float | None:
     """Share of the dispatches that came to nothing; what was requeued is dispatched again."""
     dispatched = counts.get("samples/dispatched", 0.0)
-    terms = ("dropped_stale", "filtered", "failed", "requeued", "duplicate")
-    vain = sum(counts.get(f"samples/{term}", 0.0) for term in terms)
+    vain = sum(counts.get(f"samples/{term}", 0.0) for term in LOST)
     return vain / dispatched if dispatched else None
 
 

@@ -24,6 +24,8 @@ Source = tuple[str, int]
 """Role and rank of a writer, e.g. ("actor", 3)."""
 
 LEARNER: Source = ("learner", 0)
+BUFFER: Source = ("buffer", 0)
+LAUNCHER: Source = ("launcher", 0)
 MAX_POINTS = 4_000
 """Of a series by time; beyond it every second one of the older half goes."""
 MAX_EVENTS = 20_000
@@ -169,6 +171,28 @@ class RunHistory:
         found = self._series.get(source, {}).get(name)
         return [] if found is None else [p.incarnation for p in found.points]
 
+    def scores(self) -> dict[str, list[tuple[Point, float]]]:
+        """By task, the scores of held-out prompts in order of their versions.
+
+        Of a version the newest counts. What the learner had reached beyond the version from which
+        it went on is left out as soon as that is known.
+        """
+        found = {}
+        for name, series in sorted(self._series.get(LAUNCHER, {}).items()):
+            if not (name.startswith("eval/") and name.endswith("/score")):
+                continue
+            kept: dict[int, tuple[Point, float]] = {}
+            incarnation = 0
+            for at, value in zip(series.points, series.values, strict=True):
+                if at.incarnation > incarnation:
+                    incarnation = at.incarnation
+                    kept = {v: one for v, one in kept.items() if v < at.version}
+                kept[at.version] = (at, value)
+            found[name.removeprefix("eval/").removesuffix("/score")] = [
+                kept[version] for version in sorted(kept)
+            ]
+        return found
+
     def hists(
         self, name: str, source: Source = LEARNER, last: int | None = None
     ) -> list[Histogram]:
@@ -219,6 +243,15 @@ class RunHistory:
                     mine[name] = Series(by_step and not name.startswith("time/"))
                 mine[name].add(at, value)
         return True
+
+
+def source_name(source: Source) -> str:
+    """A process by name.
+
+    >>> source_name(("actor", 3)), source_name(LAUNCHER)
+    ('actor-3', 'launcher')
+    """
+    return source[0] if source[0] == "launcher" else f"{source[0]}-{source[1]}"
 
 
 def is_of_batch(source: Source, metrics: Mapping[str, float]) -> bool:

@@ -21,8 +21,6 @@ class Retired:
     def __init__(self, folder: Path) -> None:
         self.trained: Counter[tuple[str, int]] = Counter()
         """Samples trained, by actor and head staleness."""
-        self.outcomes: Counter[tuple[str, str]] = Counter()
-        """Samples by actor and what became of them."""
         self._index = Tail(folder / "trajectories" / INDEX)
 
     def update(self) -> None:
@@ -39,11 +37,9 @@ class Retired:
         return self._index.malformed
 
     def _take(self, line: Mapping[str, Any]) -> None:
-        actor, outcome = str(line["actor"]), str(line["outcome"])
-        if outcome == "trained":
+        if line["outcome"] == "trained":
             incarnation, oldest = line["version_min"]
             head = int(line["version"]) - int(oldest)
             if incarnation != line["incarnation"]:
                 head = max(0, head)
-            self.trained[actor, head] += 1
-        self.outcomes[actor, outcome] += 1
+            self.trained[str(line["actor"]), head] += 1

@@ -26,16 +26,26 @@ Row = tuple[str, ...]
 
 
 def load(folders: Sequence[Path]) -> list[Run]:
-    """Runs as far as they are written, each under a name of its own."""
+    """Runs as far as they are written, each under a name of its own.
+
+    Raises:
+        UserError: a file of a run cannot be read.
+    """
     runs: list[Run] = []
     for folder in folders:
         name = folder.resolve().name
         while name in {r.name for r in runs}:
             name = f"{folder.resolve().parent.name}-{name}"
         run = Run(name, RunHistory(folder), Retired(folder))
-        run.history.update()
-        if run.retired is not None:
-            run.retired.update()
+        try:
+            run.history.update()
+            if run.retired is not None:
+                run.retired.update()
+        except OSError as e:
+            raise UserError(
+                f"{e.filename or folder} cannot be read ({(e.strerror or str(e)).lower()}): "
+                "restore it, or name another run"
+            ) from e
         runs.append(run)
     return runs
 

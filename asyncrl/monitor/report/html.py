@@ -16,6 +16,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from asyncrl import __version__
+from asyncrl.errors import UserError
 from asyncrl.monitor.figures.catalogue import FIGURES
 from asyncrl.monitor.figures.kit import Figure, Run
 from asyncrl.monitor.figures.themes import template
@@ -38,11 +39,16 @@ def write(runs: Sequence[Run], path: Path) -> int:
     """Write the report of these runs; how many bytes it has.
 
     Raises:
-        OSError: it cannot be written.
+        UserError: it cannot be written.
         MissingExtraError: plotly is not installed.
     """
     page = render(runs).encode()
-    path.write_bytes(page)
+    try:
+        path.write_bytes(page)
+    except OSError as e:
+        raise UserError(
+            f"{path} cannot be written ({(e.strerror or str(e)).lower()}): name another file"
+        ) from e
     return len(page)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.errors import UserError
+from asyncrl.monitor import words
 from asyncrl.monitor.reading.recent import Decode, numbers, tokenizer_of
 from asyncrl.types import Trajectory
 
@@ -85,7 +86,7 @@ def clean(text: str) -> str:
     >>> clean("a" + chr(27) + "[2J")
     'a\\\\x1b[2J'
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
+    return words.clean(text, "\n\t")
 
 
 def on_a_line(text: str, most: int) -> str:
@@ -94,10 +95,5 @@ def on_a_line(text: str, most: int) -> str:
     >>> on_a_line("one" + chr(10) + "two three", 9)
     'one\\\\ntw...'
     """
-    beginning = text[: most + 1]
-    line = "".join(c if c.isprintable() else _escaped(c) for c in beginning)
+    line = words.clean(text[: most + 1])
     return line if len(line) <= most else line[: max(0, most - 3)] + "..."
-
-
-def _escaped(c: str) -> str:
-    return c.encode("unicode_escape").decode("ascii")

@@ -44,17 +44,6 @@ class Panel(NamedTuple):
     lines: Callable[[int], Lines]
 
 
-def clean(text: str, keep: str = "") -> str:
-    r"""Text of others: what is no printable character is shown as what it is.
-
-    >>> clean("a\x1b[31mb\n")
-    'a\\x1b[31mb\\n'
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c in keep or c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def crop(text: Text, width: int, *, pad: bool = False) -> Text:
     """At most `width` columns, with an ellipsis where something is left out."""
     made = text.copy()

@@ -20,8 +20,6 @@ class Feed(Protocol):
     """A run that is read; all from one thread."""
 
     name: str
-    where: str
-    """Folder or address, for people."""
     history: RunHistory
 
     @property
@@ -49,7 +47,7 @@ class FolderFeed:
 
     def __init__(self, folder: Path) -> None:
         self._run = OpenRun(folder.resolve().name, folder)
-        self.name, self.where, self.history = self._run.name, str(folder), self._run.history
+        self.name, self.history = self._run.name, self._run.history
         self._budget = Budget(SAMPLING)
         self._samples: dict[str, list[dict[str, str]]] = {}
 

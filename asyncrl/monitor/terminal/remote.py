@@ -93,7 +93,7 @@ class UrlFeed:
         if first not in names:
             known = ", ".join(names) or "none"
             raise UnreachableError(f"{self._server.shown} has no run {first}; it has {known}")
-        self.name, self.where, self.revision = first, self._server.shown, 0
+        self.name, self.revision = first, 0
         self._path = f"/api/runs/{quote(first, safe='')}"
         self.history = RunHistory(
             Path(first), metrics=UrlLines(self._server, f"{self._path}/lines/metrics"),

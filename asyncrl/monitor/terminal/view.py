@@ -41,11 +41,6 @@ class View(NamedTuple):
         return 3 if self.wanted.height < 32 else min(9, self.wanted.height // 6)
 
 
-def name_of(source: Source) -> str:
-    """A process by name, e.g. actor-3."""
-    return source[0] if source[0] == "launcher" else f"{source[0]}-{source[1]}"
-
-
 def spent(history: RunHistory, source: Source, since_s: float | None = None) -> dict[str, float]:
     """Seconds of each state of a process: of its life, or of the last `since_s` (if it was there).
 

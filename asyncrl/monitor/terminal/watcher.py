@@ -16,11 +16,11 @@ from rich.text import Text
 
 from asyncrl.errors import UserError
 from asyncrl.monitor import words
-from asyncrl.monitor.terminal.draw import clean
 from asyncrl.monitor.terminal.feed import Feed
 from asyncrl.monitor.terminal.pages import BY_NAME
 from asyncrl.monitor.terminal.remote import UnreachableError
 from asyncrl.monitor.terminal.view import View, Wanted
+from asyncrl.monitor.words import clean
 
 EVERY_S = 1.0
 SHARE = 0.005
@@ -107,7 +107,7 @@ class Watcher(threading.Thread):
         wanted = self._wanted
         try:
             feed.update()
-            state = feed.state()
+            state = cleaned(feed.state())
             drawn = self._draw(feed, state, wanted)
         except (UnreachableError, OSError) as e:
             told = f"no news for {words.age(time.monotonic() - self._read_at)}: {clean(str(e))}"
@@ -136,6 +136,19 @@ class Watcher(threading.Thread):
         )  # fmt: skip
         self._drawn = (wanted, feed.revision)
         return BY_NAME[page].draw(view)
+
+
+def cleaned(value: Any) -> Any:
+    r"""Plain data with all its text safe in a terminal: events and ends quote what others wrote.
+
+    >>> cleaned({"more": ["a\x1b[2J", 1]})
+    {'more': ['a\\x1b[2J', 1]}
+    """
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {key: cleaned(item) for key, item in value.items()}
+    return [cleaned(item) for item in value] if isinstance(value, list) else value
 
 
 def head_of(feed: Feed, state: Mapping[str, Any], width: int) -> Text:

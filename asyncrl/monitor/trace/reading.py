@@ -39,12 +39,19 @@ class Process:
     pid: int
     host: str
     run_id: str
+    offset: int = 0
+    """From its monotonic clock to the one on the wall, in microseconds."""
     spans: list[Span] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """E.g. "actor-3"."""
         return f"{self.role}-{self.rank}"
+
+
+SAME_BOOT_US = 60 * 1_000_000
+"""Further apart, two processes of a machine have different monotonic clocks: it was booted in
+between, or slept."""
 
 
 @dataclass(slots=True)
@@ -59,8 +66,8 @@ class Spans:
 def read_spans(folder: Path) -> Spans:
     """The spans of a run's `trace/`, also while it is written.
 
-    All processes of a machine share its monotonic clock; those of several machines are brought
-    together by their clocks on the wall, and are as far apart as these.
+    All processes of a machine share its monotonic clock until it is booted again; those of several
+    machines are brought together by their clocks on the wall, and are as far apart as these.
 
     Raises:
         DataError: nothing was kept.
@@ -70,7 +77,7 @@ def read_spans(folder: Path) -> Spans:
         raise DataError(
             f"{folder / 'trace'} holds nothing: the run had trace.enabled=false, or has not begun"
         )
-    offsets: dict[str, int] = {}
+    offsets: dict[str, list[int]] = {}
     processes: list[Process] = []
     malformed = 0
     for path in paths:
@@ -87,20 +94,23 @@ def read_spans(folder: Path) -> Spans:
     return Spans(processes, malformed)
 
 
-def _take(line: dict[str, Any], processes: list[Process], offsets: dict[str, int]) -> None:
+def _take(line: dict[str, Any], processes: list[Process], offsets: dict[str, list[int]]) -> None:
     track, name = str(line.pop("track")), str(line.pop("name"))
     at, lasted = _us(line.pop("at")), _us(line.pop("s"))
     if track == "process":
-        offsets.setdefault(str(line["host"]), _us(line["wall"]) - at)
+        mine, known = _us(line["wall"]) - at, offsets.setdefault(str(line["host"]), [])
+        offset = next((o for o in known if abs(o - mine) < SAME_BOOT_US), mine)
+        if offset not in known:
+            known.append(offset)
         begun = Process(
             str(line["role"]), int(line["rank"]), int(line["pid"]), str(line["host"]),
-            str(line["run_id"]),
+            str(line["run_id"]), offset,
         )  # fmt: skip
-        if not processes or processes[-1].pid != begun.pid:
+        if not processes or (processes[-1].pid, processes[-1].offset) != (begun.pid, offset):
             processes.append(begun)
         return
     process = processes[-1]
-    offset = offsets[process.host]
+    offset = process.offset
     if "ends" in line:
         line["ends"] = [_us(e) + offset for e in line["ends"]]
     process.spans.append(Span(track, name, at + offset, at + lasted + offset, line))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from asyncrl.monitor import words
 from asyncrl.monitor.reading.history import Histogram
 from asyncrl.monitor.terminal.draw import Lines, Panel, bar, heat, table
 from asyncrl.monitor.terminal.view import View, series
@@ -76,7 +77,7 @@ def _by_actor(view: View, width: int) -> Lines:
     names = {n.removeprefix(BY_ACTOR).rpartition("/")[0] for n in history.names()
              if n.startswith(BY_ACTOR)}  # fmt: skip
     rows = []
-    for actor in sorted(names, key=_by_number):
+    for actor in sorted(names, key=words.by_number):
         means, counts, highest = (
             _lately(view, f"{BY_ACTOR}{actor}/{s}") for s in ("mean", "count", "max")
         )
@@ -88,11 +89,6 @@ def _by_actor(view: View, width: int) -> Lines:
         [(actor, n, f"{mean:.2f}", f"{most:.0f}", bar(mean / limit, max(8, width - 40)))
          for actor, n, mean, most in rows],
     ) if rows else [Text("none yet", "dim")]  # fmt: skip
-
-
-def _by_number(actor: str) -> tuple[str, int]:
-    kind, _, rank = actor.rpartition("-")
-    return kind, int(rank) if rank.isdigit() else 0
 
 
 def _replayed(view: View) -> Lines:

@@ -53,15 +53,11 @@ def _starting(view: View) -> Lines:
 
 
 def _held_out(view: View) -> Lines:
-    launcher = ("launcher", 0)
     lines = []
-    for name in view.history.names(launcher):
-        if name.startswith("eval/") and name.endswith("/score"):
-            versions, scores = view.history.series(name, launcher, "version")
-            told = [f"{s:.3f} (version {v:.0f})"
-                    for v, s in sorted(zip(versions, scores, strict=True))]  # fmt: skip
-            few = told if len(told) < 4 else [told[0], "...", *told[-2:]]
-            lines.append(Text.assemble(("held out: ", "dim"), " ".join(few)))
+    for scores in view.history.scores().values():
+        told = [f"{score:.3f} (version {at.version})" for at, score in scores]
+        few = told if len(told) < 4 else [told[0], "...", *told[-2:]]
+        lines.append(Text.assemble(("held out: ", "dim"), " ".join(few)))
     return lines
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.text import Text
 
 from asyncrl.monitor.logs import LEVELS
-from asyncrl.monitor.terminal.draw import clean
 from asyncrl.monitor.terminal.view import View
+from asyncrl.monitor.words import clean
 
 STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 SHOWN = {"": "all", "trained": "trained ones", "other": "those not trained"}

@@ -8,8 +8,7 @@ from rich.text import Text
 
 from asyncrl.metrics import STATES
 from asyncrl.monitor import words
-from asyncrl.monitor.reading.finals import BUFFER
-from asyncrl.monitor.reading.history import Source
+from asyncrl.monitor.reading.history import BUFFER, Source, source_name
 from asyncrl.monitor.terminal.draw import (
     LABEL,
     Lines,
@@ -23,7 +22,7 @@ from asyncrl.monitor.terminal.draw import (
     table,
     wrapped,
 )
-from asyncrl.monitor.terminal.view import LATELY_S, View, name_of, over_time, series, shares, spent
+from asyncrl.monitor.terminal.view import LATELY_S, View, over_time, series, shares, spent
 
 NAMES = 12
 """Columns of a process's name."""
@@ -59,7 +58,7 @@ def times(view: View, width: int) -> Lines:
             continue
         lately = shares(spent(view.history, source, LATELY_S))
         seen |= life.keys()
-        lines.append(Text.assemble(name_of(source).ljust(NAMES), stacked(life, each), "  ",
+        lines.append(Text.assemble(source_name(source).ljust(NAMES), stacked(life, each), "  ",
                                    stacked(lately, each)))  # fmt: skip
     if not lines:
         return [Text("no records yet", "dim")]

@@ -110,7 +110,6 @@
 
   function grown(figure, news) {
     if ("figure" in news) return news.figure;
-    if (!figure) return null;
     const data = news.data.map((change, k) => {
       if ("set" in change) return change.set;
       const trace = { ...figure.data[k] };
@@ -135,6 +134,7 @@
     if (asked !== JSON.stringify([chosen, axis])) return; // something else was chosen meanwhile
     for (const [name, news] of Object.entries(answer)) {
       const c = cards.get(name);
+      if (!("figure" in news) && !c.figure) continue; // it was dropped meanwhile: ask for it whole
       c.figure = grown(c.figure, news);
       c.rev = news.rev;
       c.card.classList.toggle("absent", !c.figure);

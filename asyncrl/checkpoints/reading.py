@@ -1,12 +1,4 @@
-"""The checkpoints of a run: one folder each, whole or not there.
-
-    write into .step-000010.i0.tmp ─► meta.json ─► fsync of every file ─► rename ─► step-000010
-                                                                            └─► latest, best
-
-What is half written has a name that nobody reads, and is removed when a learner starts again
-(`clean`). The newest checkpoint is that of the highest incarnation, and in it of the highest step:
-a run that went back to an older one may have left some of higher steps behind.
-"""
+"""What a checkpoint is, and which of them there are."""
 
 from __future__ import annotations
 
@@ -14,15 +6,14 @@ import json
 import math
 import os
 import re
-import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from asyncrl.disk import checksum, sync
+from asyncrl.disk import checksum
 from asyncrl.errors import CheckpointError
 from asyncrl.types import Version
 
@@ -32,10 +23,8 @@ LEDGER = "ledger"
 """Below a checkpoint: what the buffer held, written by the buffer."""
 META = "meta.json"
 """Written last."""
-
-_OWN = "checksum"
+OWN = "checksum"
 """In meta.json: that of all else in it."""
-_REMOVED = ".removed.tmp"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -133,9 +122,6 @@ class ResumePoint:
         return cls(str(checkpoint.path), incarnation, meta.step, meta.version)
 
 
-# --- reading -------------------------------------------------------------------------------
-
-
 def read(path: str | Path) -> Checkpoint:
     """The checkpoint in this folder.
 
@@ -147,7 +133,7 @@ def read(path: str | Path) -> Checkpoint:
         content = json.loads((path / META).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError("it is no JSON object")
-        if (told := content.pop(_OWN, None)) is not None and told != _of_meta(content):
+        if (told := content.pop(OWN, None)) is not None and told != meta_checksum(content):
             raise ValueError("its checksum is wrong")
         known = {f.name for f in fields(Meta)}
         meta = Meta(**{k: v for k, v in content.items() if k in known})
@@ -183,7 +169,8 @@ def verify(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> None:
             raise _damaged(checkpoint.path, name, "its checksum is wrong")
 
 
-def _of_meta(content: dict[str, Any]) -> str:
+def meta_checksum(content: dict[str, Any]) -> str:
+    """Of all in meta.json but the checksum itself."""
     return xxhash.xxh3_64_hexdigest(json.dumps(content).encode())
 
 
@@ -226,10 +213,11 @@ def best(run_dir: str | Path) -> Checkpoint | None:
     Raises:
         CheckpointError: one is damaged.
     """
-    return _best(list_checkpoints(run_dir))
+    return best_of(list_checkpoints(run_dir))
 
 
-def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """As `best`, of these."""
     scored = [(c.meta.score, c.age, c) for c in checkpoints if c.meta.score is not None]
     scored = [entry for entry in scored if not math.isnan(entry[0] or 0.0)]
     return max(scored, key=lambda entry: entry[:2])[2] if scored else None
@@ -242,13 +230,13 @@ def find(run_dir: str | Path, which: str = "latest") -> Checkpoint:
         CheckpointError: there is none, or it is damaged.
     """
     # One that is named by its step does not need the others.
-    chosen = next((c for c in _whole(run_dir) if str(c.meta.step) == which), None)
+    chosen = next((c for c in undamaged(run_dir) if str(c.meta.step) == which), None)
     if chosen is not None:
         return chosen
     found = list_checkpoints(run_dir)
     if which == "latest" and found:
         return found[-1]
-    if which == "best" and (top := _best(found)) is not None:
+    if which == "best" and (top := best_of(found)) is not None:
         return top
     if not found:
         raise CheckpointError(f"{run_dir} has no checkpoints: name another run")
@@ -267,124 +255,10 @@ def _folders(run_dir: str | Path) -> list[Path]:
     return [Path(e.path) for e in found if e.is_dir(follow_symlinks=False)]
 
 
-# --- writing -------------------------------------------------------------------------------
-
-
-def partial(run_dir: str | Path, step: int, incarnation: int) -> Path:
-    """The folder that a checkpoint is written in; the same for every rank."""
-    return Path(run_dir) / FOLDER / f".step-{step:06d}.i{incarnation}.tmp"
-
-
-def seal(folder: Path, meta: Meta) -> Checkpoint:
-    """Make a whole checkpoint of what lies in `folder` (see `partial`), `latest` and `best` too.
-
-    When this returns it survives the death of the machine; until then there is none.
-
-    Raises:
-        OSError: the disk did not take it.
-    """
-    sizes = _sizes(folder)
-    sums = {name: checksum(folder / name) for name in sizes if Path(name).parts[0] != LEDGER}
-    content = asdict(meta) | {"files": sizes, "checksums": sums}
-    meta = Meta(**content)
-    text = json.dumps(content | {_OWN: _of_meta(content)}, indent=1)
-    (folder / META).write_text(text + "\n", encoding="utf-8")
-    for where, _, names in os.walk(folder, topdown=False):
-        for name in (*names, "."):
-            sync(os.path.join(where, name))
-    target = folder.with_name(f"step-{meta.step:06d}")
-    if target.exists():  # the run went back behind it, to another checkpoint
-        _remove(target)
-    os.rename(folder, target)
-    sync(target.parent)
-    _point_to(target.parent, "latest", target)
-    made = Checkpoint(target, meta)
-    if (top := _best(_whole(target.parent.parent))) is not None:
-        _point_to(target.parent, "best", top.path)
-    return made
-
-
-def prune(
-    run_dir: str | Path, keep: int, quota_bytes: float | None = None, spare: str | None = None
-) -> list[Path]:
-    """Remove the oldest until at most `keep` are left, and at most so many bytes.
-
-    Never the latest, nor the best; both count. A damaged one is left to the user.
-
-    Args:
-        spare: folder of one that stays as well: a run that went back to it would lose its place.
-
-    Returns:
-        What was removed.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
-    found, removed = _whole(run_dir), []
-    if not found:
-        return []
-    stays = {found[-1].path, *([Path(spare)] if spare else [])}
-    if (top := _best(found)) is not None:
-        stays.add(top.path)
-    left, nbytes = len(found), sum(c.meta.nbytes for c in found)
-    for c in found:
-        if left <= keep and (quota_bytes is None or nbytes <= quota_bytes):
-            break
-        if c.path not in stays:
-            _remove(c.path)
-            removed.append(c.path)
-            left, nbytes = left - 1, nbytes - c.meta.nbytes
-    return removed
-
-
-def clean(run_dir: str | Path) -> list[Path]:
-    """Remove what was half written or half removed when a process died.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
-    folder = Path(run_dir) / FOLDER
-    leftovers = [*folder.glob(".step-*.tmp"), *folder.glob(".*.link")]
-    leftovers.sort(key=lambda path: not path.name.endswith(_REMOVED))
-    for path in leftovers:
-        if path.is_symlink():
-            path.unlink()
-        elif path.name.endswith(_REMOVED):
-            shutil.rmtree(path)
-        else:  # the buffer may still be writing into it, for a learner that is gone
-            _remove(path)
-    return leftovers
-
-
-def _whole(run_dir: str | Path) -> list[Checkpoint]:
+def undamaged(run_dir: str | Path) -> list[Checkpoint]:
     """Those that are not damaged, the newest last."""
     found = []
     for path in _folders(run_dir):
         with suppress(CheckpointError):
             found.append(read(path))
     return sorted(found, key=lambda c: c.age)
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    return {
-        str(path.relative_to(folder)): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path != folder / META
-    }
-
-
-def _remove(path: Path) -> None:
-    """Under another name first: a half removed one is never picked."""
-    doomed = path.with_name(f".{path.name.lstrip('.')}{_REMOVED}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
-
-
-def _point_to(folder: Path, name: str, target: Path) -> None:
-    """Make `name` a relative link to `target`, at once."""
-    temporary = folder / f".{name}.link"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    os.replace(temporary, folder / name)
-    sync(folder)
