@@ -146,9 +146,12 @@ def walk(screen):
         screen.resize(columns, rows)
         for key, seen in PAGES.items():
             screen.press(key)
-            text = screen.wait(seen)
+
+            def drawn(text, seen=seen):
+                return seen in text and "? help  q quit" in text.split("\n")[-1]
+
+            text = screen.wait(drawn, f"page {key} with {seen!r} and the keys below")
             assert len(text.split("\n")) == rows
-            assert "? help  q quit" in text.split("\n")[-1]
             assert "no lines" not in text
 
 
