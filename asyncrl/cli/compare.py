@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.options import RunsDir
+
 
 def compare(
     runs: Annotated[
@@ -16,9 +18,7 @@ def compare(
         str | None,
         typer.Option("--html", metavar="FILE", help="Also write their figures, overlaid."),
     ] = None,
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    directory: RunsDir = "runs",
 ) -> None:
     """Put runs side by side: their final figures, and the settings in which they differ."""
     from asyncrl.errors import UserError

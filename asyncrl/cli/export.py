@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from asyncrl.cli.options import RunsDir
+
 
 def export(
     source: Annotated[
@@ -25,9 +27,7 @@ def export(
             "--dtype", help="Type of the weights; default: as saved, float32 in a checkpoint."
         ),
     ] = None,
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    directory: RunsDir = "runs",
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run code that the model's folder ships."),

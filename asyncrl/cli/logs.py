@@ -7,14 +7,12 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.options import RunArgument, RunsDir
+
 
 def logs(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A run's folder, its name in DIR, or latest.")
-    ] = "latest",
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    run: RunArgument = "latest",
+    directory: RunsDir = "runs",
     role: Annotated[
         str,
         typer.Option("--role", metavar="ROLE", help="One log, or all of a kind: actor-0, actor."),

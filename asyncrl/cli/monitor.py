@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.options import RunsDir
+
 
 def monitor(
     runs: Annotated[
@@ -23,9 +25,7 @@ def monitor(
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="That --web binds.")
     ] = "127.0.0.1",
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    directory: RunsDir = "runs",
     wait: Annotated[
         float,
         typer.Option("--wait", metavar="SECONDS", min=0, help="For a run that is not there yet."),

@@ -28,6 +28,10 @@ Learners = Annotated[
 RunName = Annotated[
     str | None, typer.Option("--run-name", metavar="N", help="Name of the run's folder: run.name.")
 ]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="[RUN]", help="A run's folder, its name in DIR, or latest.")
+]
+RunsDir = Annotated[str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import Overrides
+from asyncrl.cli.options import Overrides, RunsDir
 
 
 def replay(
@@ -15,9 +15,7 @@ def replay(
         str, typer.Argument(metavar="RUN", help="A run's folder, its name in DIR, or latest.")
     ],
     overrides: Overrides = None,
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    directory: RunsDir = "runs",
     out: Annotated[
         str | None,
         typer.Option("--out", metavar="OUT", help="Folder for model and metrics; a new one."),

@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.options import RunArgument, RunsDir
+
 
 def report(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A run's folder, its name in DIR, or latest.")
-    ] = "latest",
+    run: RunArgument = "latest",
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.html here.")
     ] = None,
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    directory: RunsDir = "runs",
 ) -> None:
     """Write a run as one HTML file that needs no network: figures, settings, ledger, events."""
     from asyncrl.monitor.report.compare import load

@@ -7,16 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from asyncrl.cli.options import RunArgument, RunsDir
+
 _NUMBER = "e.g. '>0.5', 2, '3..5' or '>=1,!=4'."
 
 
 def samples(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A run's folder, its name in DIR, or latest.")
-    ] = "latest",
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    run: RunArgument = "latest",
+    directory: RunsDir = "runs",
     reward: Annotated[
         str | None, typer.Option("--reward", metavar="COND", help=f"Reward: {_NUMBER}")
     ] = None,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from asyncrl.cli.options import RunArgument, RunsDir
+
 if TYPE_CHECKING:
     from asyncrl.security import Keys
 
@@ -15,16 +17,12 @@ ANSWER_S = 30.0
 
 
 def scale(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A run's folder, its name in DIR, or latest.")
-    ] = "latest",
+    run: RunArgument = "latest",
     *,
     actors: Annotated[
         int, typer.Option("--actors", metavar="N", help="How many actors the run is to have.")
     ],
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    directory: RunsDir = "runs",
     keys: Annotated[
         str | None,
         typer.Option("--keys", metavar="FOLDER", help="Keys of the run: security.keys."),

@@ -9,14 +9,12 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.options import RunArgument, RunsDir
+
 
 def status(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A run's folder, its name in DIR, or latest.")
-    ] = "latest",
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    run: RunArgument = "latest",
+    directory: RunsDir = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="Print status.json as it is.")] = False,
 ) -> None:
     """Show what a run is doing, and who waits for whom."""

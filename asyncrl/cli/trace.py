@@ -7,14 +7,12 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.options import RunArgument, RunsDir
+
 
 def trace(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A run's folder, its name in DIR, or latest.")
-    ] = "latest",
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="Folder of the runs: run.dir.")
-    ] = "runs",
+    run: RunArgument = "latest",
+    directory: RunsDir = "runs",
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.trace.json.gz here."),

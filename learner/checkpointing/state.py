@@ -85,8 +85,9 @@ def metadata(folder: str | Path) -> dict[str, TensorStorageMetadata]:
         CheckpointError: its index cannot be read.
     """
     try:
+        # torch's DCP pickles its index: a file of the run's own folder (docs/security.md).
         found = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as e:  # pickle raises whatever the damage makes of it
+    except Exception as e:  # its unpickling raises whatever the damage makes of it
         raise _unreadable(folder, e) from e
     return {name: m for name, m in found.items() if isinstance(m, TensorStorageMetadata)}
 

@@ -175,7 +175,7 @@ def test_a_snapshot_that_is_long_in_the_making_is_not_stuck(
 
     def slowly(plan: TransferPlan, flat: Mapping[str, memoryview]) -> list[int]:
         making.set()
-        time.sleep(0.5)
+        time.sleep(0.5)  # the work itself: longer than STUCK_MARGIN_S
         return checksums(plan, flat)
 
     monkeypatch.setattr(TransferPlan, "checksums", slowly)

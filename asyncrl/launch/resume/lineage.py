@@ -16,7 +16,6 @@ import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -208,14 +207,13 @@ def _wall_s(line: dict[str, Any]) -> float:
 
 def _clear(known: Known) -> None:
     """Wait for the guard of a launcher that was killed, then end what it may have left."""
-    deadline = time.monotonic() + LEFTOVERS_S
-    while guards := [p for p in psutil.process_iter() if is_guard_of(p, known.run_id)]:
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"the launcher waited {LEFTOVERS_S:.0f} s for process {guards[0].pid} to end what "
-                f"an earlier launch of {known.run_id} left: end it, then try again"
-            )
-        time.sleep(0.2)
+    guards = [p for p in psutil.process_iter() if is_guard_of(p, known.run_id)]
+    _, alive = psutil.wait_procs(guards, timeout=LEFTOVERS_S)
+    if alive:
+        raise DeadlineError(
+            f"the launcher waited {LEFTOVERS_S:.0f} s for process {alive[0].pid} to end what an "
+            f"earlier launch of {known.run_id} left: end it, then try again"
+        )
     if processes_of(known.run_id, known.scratch):
         sweep(known.run_id, scratch=known.scratch)
     if left := processes_of(known.run_id, known.scratch):
