@@ -20,6 +20,7 @@ def status(
     """Show what a run is doing, and who waits for whom."""
     from asyncrl.errors import UserError
     from asyncrl.monitor.status_reader import describe, find, read
+    from asyncrl.monitor.words import clean
 
     folder = find(run, Path(directory))
     content = read(folder)
@@ -28,7 +29,7 @@ def status(
         print()
         return
     try:
-        lines = list(describe(folder, content))
+        lines = [clean(line) for line in describe(folder, content)]
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise UserError(
             f"{folder / 'status.json'} is not a run's status: {type(e).__name__}: {e}"

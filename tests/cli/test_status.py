@@ -35,6 +35,15 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+def test_text_of_others_cannot_steer_the_terminal(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "status.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"phase": "a\x1b[2Jb"}))
+    assert main(["status"]) == 0
+    assert "while a\\x1b[2Jb" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     "args", [[], ["tiny-1"], ["latest"], ["runs/tiny-1"], ["tiny-1", "--dir", "runs"]]
 )

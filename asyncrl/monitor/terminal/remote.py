@@ -78,7 +78,11 @@ class UrlLines(Decoder):
             answer = self._server.get(self._path, **{"from": self._at})
             if not answer.content:
                 return
-            self._at = int(answer.headers["x-next"])
+            try:
+                self._at = int(answer.headers["x-next"])
+            except (KeyError, ValueError) as e:
+                shown = f"{self._server.shown}{self._path}"
+                raise UnreachableError(f"{shown} is answered by something else: {e}") from e
             yield from self.feed(answer.content)
 
 
