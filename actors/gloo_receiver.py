@@ -10,8 +10,10 @@ released by the transfer's deadline or at once when a peer leaves.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -41,26 +43,26 @@ class GlooReceiver:
         """Join the group as this worker of the ranks that were given to us; leaves an earlier one.
 
         Raises:
-            RuntimeError: the sender called it off, since another member failed, or is gone.
+            RuntimeError: the sender called it off, since another member failed, or is gone, or
+                has not come by the deadline.
         """
-        from torch.distributed.distributed_c10d import PrefixStore
-        from vllm.distributed.utils import create_tcp_store, init_gloo_process_group
-
         self.leave()
-        rank = worker + int(info["rank_offset"])
-        if uses_loopback(info["master_address"]):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        timeout = timedelta(seconds=info["timeout_s"])
-        store = create_tcp_store(
-            info["master_address"], info["master_port"], world_size=info["world_size"],
-            is_master=False, wait_for_workers=False, timeout=timeout,
-        )  # fmt: skip
-        store.set(ARRIVED.format(rank=rank), "")
-        if store.get(GO) != b"yes":
-            raise RuntimeError("gloo weight transfer: another member failed to join the group")
-        self.group = init_gloo_process_group(
-            PrefixStore("gloo", store), rank, info["world_size"], timeout
-        )
+        joined: Future[ProcessGroup] = Future()
+        # torch's store waits without end for a server that is stopped, whatever its timeout. The
+        # thread ends when that process goes on or ends, and its group with it.
+        threading.Thread(
+            target=_join_into, args=(joined, info, worker + int(info["rank_offset"])),
+            name="weights-join", daemon=True,
+        ).start()  # fmt: skip
+        try:
+            self.group = joined.result(info["timeout_s"])
+        except TimeoutError as e:
+            raise RuntimeError(
+                "gloo weight transfer: the sender stands still or cannot be reached, no group "
+                f"within {info['timeout_s']:g} s"
+            ) from e
+        finally:
+            del joined  # its error refers to this frame: a cycle would keep the connection
 
     def receive(
         self, plan: TransferPlan, sink: Sink, *, bucket_bytes: int, timeout_s: float
@@ -94,6 +96,35 @@ class GlooReceiver:
     def leave(self) -> None:
         """Leave the group; its other members notice."""
         self.group = None
+
+
+def _join_into(joined: Future[ProcessGroup], info: Mapping[str, Any], rank: int) -> None:
+    try:
+        joined.set_result(_join(info, rank))
+    except BaseException as e:
+        joined.set_exception(e)
+    finally:
+        del joined  # as above
+
+
+def _join(info: Mapping[str, Any], rank: int) -> ProcessGroup:
+    from torch.distributed.distributed_c10d import PrefixStore
+    from vllm.distributed.utils import create_tcp_store, init_gloo_process_group
+
+    if uses_loopback(info["master_address"]):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = timedelta(seconds=info["timeout_s"])
+    store = create_tcp_store(
+        info["master_address"], info["master_port"], world_size=info["world_size"],
+        is_master=False, wait_for_workers=False, timeout=timeout,
+    )  # fmt: skip
+    store.set(ARRIVED.format(rank=rank), "")
+    if store.get(GO) != b"yes":
+        raise RuntimeError("gloo weight transfer: another member failed to join the group")
+    group: ProcessGroup = init_gloo_process_group(
+        PrefixStore("gloo", store), rank, info["world_size"], timeout
+    )
+    return group
 
 
 def damaged(

@@ -30,23 +30,29 @@ LOOK_S = 0.2
 
 
 class WeightIntake:
-    """Owns the parts; `on_applied` hears of each version, `on_failure` of one not loaded."""
+    """Owns the parts; `on_applied` hears of each version, `on_failure` of one not loaded, and why
+    (None: of a group that was not joined, before anybody said for which version)."""
 
     def __init__(
         self, config: Config, settings: RoleSettings, engine: UpdatableEngine, *,
         shares: TimeShares, on_applied: Callable[[Version], None],
-        on_failure: Callable[[Version, str], None],
+        on_failure: Callable[[Version | None, str], None],
     ) -> None:  # fmt: skip
         s, weights = settings, config.weights
         self._engine, self._on_applied = engine, on_applied
         self._name, self._keys = s.name, s.keys
         self._workers = 0 if s.relay else config.engine.tensor_parallel
         self._limit_s = weights.timeout_s + weights.drain_s
+        self.sender = Path(s.relay).stem if s.relay else "learner-0"
+        """Whom versions come from."""
         self.subscriber = EngineWeights(
             engine, timeout_s=weights.timeout_s, staged=s.weight_backend == "gloo",
-            drain_s=weights.drain_s, on_applied=self._applied, shares=shares,
+            drain_s=weights.drain_s, sender=self.sender, on_applied=self._applied,
+            on_given_up=on_failure, shares=shares,
         )  # fmt: skip
-        self.service = WeightService(self.subscriber, host=s.host, keys=s.keys)
+        self.service = WeightService(
+            self.subscriber, host=s.host, keys=s.keys, on_failure=on_failure
+        )
         self._watch: RelayWatch | None = None
         if s.relay:
             self._watch = RelayWatch(
@@ -55,8 +61,6 @@ class WeightIntake:
         self._announcer: Announcer | None = None
         self._introduced = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self.sender = Path(s.relay).stem if s.relay else "learner-0"
-        """Whom versions come from."""
 
     def start(self, fleet: str) -> None:
         """Serve; `fleet` is where learner rank 0 will hear of this actor."""

@@ -6,28 +6,46 @@ learner rank 0 ──one request at a time──► WeightService ──► a We
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
 
 from asyncrl import wire
-from asyncrl.errors import AsyncRLError, WireError
+from asyncrl.errors import AlreadyAppliedError, AsyncRLError, WireError
 from asyncrl.protocols import WeightSubscriber
 from asyncrl.security import MAX_CONTROL_BYTES, Keys, secure_server
+from asyncrl.types import Version
+
+log = logging.getLogger(__name__)
+
+STEPS = {
+    wire.WeightsInit: "join", wire.WeightsBegin: "begin", wire.WeightsReceive: "receive",
+    wire.WeightsCommit: "commit",
+}  # fmt: skip
 
 
 class WeightService:
     """Serves a subscriber to the learner: one ROUTER socket, one request at a time.
 
-    Failures go back as `wire.Error`; the service itself goes on. Should it end all the same,
-    `wait` says why. `on_idle`, when set, is called after each request served.
+    Failures go back as `wire.Error`; the service itself goes on. Since the learner may be the one
+    that failed, and hear of nothing any more, they are logged here too, and `on_failure` hears of
+    them: the version (None: of a join), and why. Should the service end all the same, `wait` says
+    why. `on_idle`, when set, is called after each request served.
     """
 
     def __init__(
-        self, subscriber: WeightSubscriber, host: str = "127.0.0.1", keys: Keys | None = None
+        self,
+        subscriber: WeightSubscriber,
+        host: str = "127.0.0.1",
+        keys: Keys | None = None,
+        *,
+        on_failure: Callable[[Version | None, str], None] = lambda version, reason: None,
     ) -> None:
-        self._subscriber = subscriber
+        self._subscriber, self._on_failure = subscriber, on_failure
+        self._version: Version | None = None  # begun last
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -76,22 +94,36 @@ class WeightService:
                 self.on_idle()
 
     async def _answer(self, frames: list[bytes]) -> wire.Message:
-        req = 0
+        req, step, began = 0, "", time.monotonic()
         try:
             message, _ = wire.decode(frames)
-            req = message.req
+            req, step = message.req, STEPS.get(type(message), "")
             await self._dispatch(message)
-        except AsyncRLError as e:
+        except AlreadyAppliedError as e:
             return wire.Error(req=req, error=type(e).__name__, message=str(e))
+        except AsyncRLError as e:
+            error = wire.Error(req=req, error=type(e).__name__, message=str(e))
         except Exception as e:
-            return wire.Error(req=req, error="EngineError", message=f"{type(e).__name__}: {e}")
-        return wire.Ok(req=req)
+            error = wire.Error(req=req, error="EngineError", message=f"{type(e).__name__}: {e}")
+        else:
+            return wire.Ok(req=req)
+        if step:  # else it is nobody's step
+            self._failed(step, time.monotonic() - began, error.message)
+        return error
+
+    def _failed(self, step: str, seconds: float, why: str) -> None:
+        version = None if step == "join" else self._version
+        of = "" if version is None else f" of {version}"
+        reason = f"{step}{of} from learner-0 failed after {seconds:.1f} s: {why}"
+        log.warning("weights: %s", reason)
+        self._on_failure(version, reason)
 
     async def _dispatch(self, message: wire.Message) -> None:
         match message:
             case wire.WeightsInit():
                 await self._subscriber.join({**message.info, "rank_offset": message.rank_offset})
             case wire.WeightsBegin():
+                self._version = message.version
                 await self._subscriber.begin(message.version)
             case wire.WeightsReceive():
                 await self._subscriber.receive(message.info)

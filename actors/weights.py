@@ -7,15 +7,17 @@
 
 Never is half a version served: an update that fails before it is loaded leaves the old version
 generating, one that fails later kills the engine. An update whose next step does not come
-is given up after a deadline, so that a dead learner leaves no engine paused. Where another
-actor's failure breaks the group of a begun update, the engine stays paused and joins the next
-group: the same version, or a newer one, then comes through that. However often that happens, it
-waits for a next step no longer than twice the deadline after it was paused.
+is given up after a deadline, so that a dead learner leaves no engine paused: the log says who has
+not come, after which step and for how long. Where another actor's failure breaks the group of a
+begun update, the engine stays paused and joins the next group: the same version, or a newer one,
+then comes through that. However often that happens, it waits for a next step no longer than twice
+the deadline after it was paused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
@@ -30,6 +32,8 @@ from asyncrl.errors import (
 from asyncrl.metrics import TimeShares
 from asyncrl.types import Version
 from asyncrl.weights import publication_deadline_s
+
+log = logging.getLogger(__name__)
 
 STEP_MARGIN_S = 10.0
 """Seconds beyond a publication's deadline before a step counts as stuck: the collective
@@ -54,8 +58,9 @@ class EngineWeights:
 
     `staged` tells whether the backend receives into staging buffers (gloo) or straight
     into the model (nccl): then an update cannot be given up once begun. `drain_s` is how long the
-    engine, and any other one, may wait for its requests. `shares` gets the time for which an update
-    holds the engine up, as `sync`.
+    engine, and any other one, may wait for its requests. `on_given_up` hears of each version whose
+    next step did not come from `sender`, and why the engine goes on without it. `shares` gets the
+    time for which an update holds the engine up, as `sync`.
     """
 
     def __init__(
@@ -65,7 +70,9 @@ class EngineWeights:
         timeout_s: float,
         staged: bool,
         drain_s: float = 0.0,
+        sender: str = "learner-0",
         on_applied: Callable[[Version], None] | None = None,
+        on_given_up: Callable[[Version, str], None] = lambda version, reason: None,
         shares: TimeShares | None = None,
     ) -> None:
         self._engine = engine
@@ -73,7 +80,8 @@ class EngineWeights:
         self._timeout_s = timeout_s
         self._drain_s = drain_s
         self._staged = staged
-        self._on_applied = on_applied
+        self._sender = sender
+        self._on_applied, self._on_given_up = on_applied, on_given_up
         self.__state = "idle"
         self._version: Version | None = None
         self._deadline_s = timeout_s
@@ -252,10 +260,22 @@ class EngineWeights:
             await asyncio.sleep(wait_s)
             async with self._steps:  # a step that came just now cancels this wait
                 self._watchdog = None
-                paused_s = time.monotonic() - self._paused_at
-                await self._give_up(f"no next step, paused for {paused_s:.0f} s")
+                await self._expire(wait_s)
 
         self._watchdog = asyncio.create_task(expire())
+
+    async def _expire(self, waited_s: float) -> None:
+        """Go on without the next step, and say who has not come with it."""
+        version, last = self._version, "receive" if self._state == "received" else "begin"
+        paused_s = time.monotonic() - self._paused_at
+        reason = (
+            f"no step after {last} from {self._sender} within {waited_s:.0f} s, "
+            f"paused for {paused_s:.0f} s"
+        )
+        await self._give_up(reason)
+        if version is not None and self._state == "idle":  # a lost engine says it itself
+            log.warning("weights %s: %s; going on with %s", version, reason, self._engine.applied)
+            self._on_given_up(version, reason)
 
     def _unwatch(self) -> None:
         if self._watchdog is not None:

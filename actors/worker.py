@@ -84,7 +84,7 @@ class ActorWorker:
         self.weights = WeightIntake(
             self.config, s, self.engine, shares=self.shares, on_applied=self._on_applied,
             on_failure=lambda version, reason: self._event(
-                "weights_not_loaded", not_loaded=str(version), reason=reason
+                "weights_not_loaded", not_loaded=str(version or ""), reason=reason
             ),
         )  # fmt: skip
         self._startup("reward", began)

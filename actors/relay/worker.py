@@ -15,6 +15,7 @@ from asyncrl.hub import HubClient
 from asyncrl.metrics import TimeShares, process_began
 from asyncrl.pulse import Pulse
 from asyncrl.roles import RoleSettings
+from asyncrl.types import Version
 from asyncrl.waits import Waits
 
 
@@ -30,8 +31,16 @@ class RelayWorker:
         spans = s.span_log(self.config.trace.kept_mib)
         shares = TimeShares(since=process_began(), spans=spans)
         receiver = RelayReceiver(s.relay, shares)
-        service = WeightService(receiver, host=s.host, keys=s.keys)
         hub = HubClient(s.hub_endpoint, "relay", s.rank, keys=s.keys)
+
+        def on_failure(version: Version | None, reason: str) -> None:
+            at, failed = receiver.applied, str(version or "")
+            hub.emit(
+                step=0, version=at.version, incarnation=at.incarnation,
+                event={"event": "weights_not_loaded", "not_loaded": failed, "reason": reason},
+            )  # fmt: skip
+
+        service = WeightService(receiver, host=s.host, keys=s.keys, on_failure=on_failure)
         pulse = Pulse(
             hub, waits=Waits(s.name, self.config.log.wait_warn_s), children=False,
             metrics=[receiver.metrics, service.gate.metrics, shares.metrics, spans.flush],

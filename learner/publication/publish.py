@@ -219,18 +219,22 @@ class BroadcastPublisher:
     # --- with `_state` held ------------------------------------------------------------------
 
     def _wait_until_idle(self) -> None:
-        began = time.monotonic()
+        began = looked = time.monotonic()
+        late_s = 0.0
         while self._busy or self._next is not None:
             self._check()
             deadline = max(self._courier.deadline, self._snapshot.deadline, began)
-            give_up = deadline + STUCK_MARGIN_S
-            if time.monotonic() > give_up:
+            before, looked = looked, time.monotonic()
+            # While this process was stopped, its thread could do nothing either.
+            waited_s = min(looked - max(before, deadline), 2 * _LOOK_S)
+            late_s = late_s + waited_s if looked > deadline else 0.0
+            if late_s > STUCK_MARGIN_S:
                 self._error = WeightSyncError(
-                    f"weights {self._version}: the sending thread is stuck, "
-                    f"{STUCK_MARGIN_S:.0f} s past its deadline: an engine or the link to it is "
-                    "gone in the middle of the collective; see the actors' logs"
+                    f"weights {self._version}: the sending thread is stuck, {STUCK_MARGIN_S:.0f} s "
+                    "past its deadline: an engine or the link to it is gone in the middle of the "
+                    "collective; see the actors' logs"
                 )
-            self._state.wait(min(_LOOK_S, max(0.01, give_up - time.monotonic())))
+            self._state.wait(min(_LOOK_S, max(0.01, STUCK_MARGIN_S - late_s)))
         self._check()
 
     def _check(self) -> None:

@@ -35,12 +35,16 @@ def left(run):
 def test_actors_join_and_leave_while_it_trains(start, tmp_path):
     keys = tmp_path / "keys"
     write_keys(keys)
-    run = start("run.steps=100000", "security.curve=true", f"security.keys={keys}")
+    run = start("run.steps=100000", "security.curve=true", f"security.keys={keys}",
+                "weights.strategy=relay")  # fmt: skip
     run.wait_for_step(1)
     code, out = scale(run, 3)
     expected = "actors 1 -> 3: actor-1, actor-2 start, and take work once they run the current"
     assert (code, out) == (0, f"{expected} version\n")
     run.wait_for(lambda: trained_by(run) == {"actor-0", "actor-1", "actor-2"}, "all three trained")
+    loaded = {r["rank"] for r in run.metrics("actor") if "sync/load_s" in r["metrics"]}
+    assert loaded == {0, 1, 2}, "joiners too load what their machine's relay has"
+    assert events_of(run, "weights_joined") == [], "nobody was sent a version of its own"
     alive = {r["metrics"].get("actor/alive") for r in run.metrics("launcher")}
     assert {1.0, 3.0} <= alive
     code, out = scale(run, 1)
@@ -72,12 +76,14 @@ def test_actors_join_and_leave_while_it_trains(start, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
-def test_actors_join_and_leave_at_random_through_40_versions(start, seed):
+@pytest.mark.parametrize("strategy", ["broadcast", "relay"])
+def test_actors_join_and_leave_at_random_through_40_versions(start, strategy, seed):
     """One stays; none to four more come and go. Without staleness every token that is trained is of
     the learner's own version, so that one sampled from other weights shows in the mismatch."""
     generator = random.Random(seed)
     # Steps that take a while: who joins is to have something to do.
-    run = start("run.steps=40", "buffer.max_staleness=0", "learner.batch_size=128")
+    run = start("run.steps=40", "buffer.max_staleness=0", "learner.batch_size=128",
+                f"weights.strategy={strategy}")  # fmt: skip
     run.wait_for_step(1)
     asked, step = [], 1
     while step < 36:
@@ -99,8 +105,9 @@ def test_actors_join_and_leave_at_random_through_40_versions(start, seed):
     assert max(r["metrics"]["kl/mismatch_k3"] for r in records) < 1e-6
     times = [r["wall_s"] for r in records]
     longest = max(b - a for a, b in pairwise(times))
-    print("actors:", asked, "trained:", sorted(trained_by(run)), f"longest step {longest:.1f} s;",
-          len(events_of(run, "weights_joined")), "joined,",
+    print(strategy, "actors:", asked, "trained:", sorted(trained_by(run)),
+          f"longest step {longest:.1f} s;",
+          sum(len(e["starting"]) for e in events_of(run, "scaled")), "joined,",
           len(events_of(run, "weights_cut_out")), "cut out,",
           len(events_of(run, "actor_left")), "left")  # fmt: skip
     assert longest < LEASE_S + WEIGHTS_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +39,11 @@ class FakeEngine:
 
     def __init__(self, fails: str = "", hangs: str = "") -> None:
         self.applied = Version(0, 0)
+        self.versions: list[Version] = []
+        """All that it has run."""
         self.steps: list[str] = []
+        self.times: list[float] = []
+        """When each step was asked for (time.monotonic)."""
         self.broken: str | None = None
         self.infos: list[dict[str, Any]] = []
         self.fails, self.hangs = fails, hangs
@@ -47,6 +52,7 @@ class FakeEngine:
 
     async def _step(self, name: str) -> None:
         self.steps.append(name)
+        self.times.append(time.monotonic())
         self.on_step(name)
         if name == self.fails:
             raise RuntimeError(f"no {name} today")
@@ -66,6 +72,7 @@ class FakeEngine:
     async def commit_update(self, version: Version) -> None:
         await self._step("commit")
         self.applied = version
+        self.versions.append(version)
 
     async def abandon_update(self) -> None:
         await self._step("abandon")
@@ -142,6 +149,7 @@ class ScriptedRelay(RelayReceiver, FakeEngine):
     async def commit(self, version: Version) -> None:
         await self._refuse("commit")
         await super().commit(version)
+        self.versions.append(version)
 
 
 class MappingEngine(FakeEngine):
@@ -165,10 +173,18 @@ class Actor:
 
     def __init__(self, engine: FakeEngine, name: str, fleet_endpoint: str, timeout_s: float):
         self.engine, self.name = engine, name
+        self.told: list[tuple[Version | None, str]] = []
+        """Versions that it was not brought to, and why."""
+
+        def tell(version: Version | None, reason: str) -> None:
+            self.told.append((version, reason))
+
         self.subscriber: Any = engine
         if not isinstance(engine, RelayReceiver):
-            self.subscriber = EngineWeights(engine, timeout_s=timeout_s, staged=True)
-        self.service = WeightService(self.subscriber)
+            self.subscriber = EngineWeights(
+                engine, timeout_s=timeout_s, staged=True, on_given_up=tell
+            )
+        self.service = WeightService(self.subscriber, on_failure=tell)
         self.service.start()
         self.announcer = Announcer(
             fleet_endpoint, self.service, name=name, workers=1, applied=lambda: engine.applied

@@ -162,6 +162,16 @@ def test_a_killed_receiver_is_cut_out_at_once_and_its_successor_caught_up(
     learner.publish()
     learner.publisher.wait()
     machines.check(0, 1, 2)
+    if phase == "receive":  # theirs broke as well, and each says so itself
+
+        def said() -> set[int]:
+            told = [r for r in machines.records if (r.get("event") or {}).get("not_loaded")]
+            for event in (r["event"] for r in told):
+                assert (event["event"], event["not_loaded"]) == ("weights_not_loaded", "0:2")
+                assert event["reason"].startswith("receive of 0:2 from learner-0 failed after ")
+            return {r["rank"] for r in told}
+
+        eventually(lambda: said() == {0, 2}, "the others told of it", 30)
     heard = {(r["role"], r["rank"], r["version"]) for r in machines.records}
     assert {("relay", rank) for rank in range(3)} == {(role, rank) for role, rank, _ in heard}
 
