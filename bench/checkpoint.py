@@ -1,6 +1,6 @@
 """How long a checkpoint holds training up: the same steps with one and without, in one process.
 
-    save ─► step ─► step ─► step      against      step ─► step ─► step        in turns
+    save ─► step      against      step        in turns
 
 What is written goes to the disk beside the steps, so that whatever it takes from them counts, not
 only the copy in step. The buffer's part is its own process's and is left out.
@@ -23,9 +23,10 @@ from harness import BenchError, Report, parser, run_bench
 from learner_batch import Workload, make_part, make_samples
 
 MODEL = "smollm2-135m"
-QUICK_REPEATS, REPEATS = 2, 5
-STEPS = 3
-"""Of a side's turn: the checkpoint must be on the disk before they end."""
+QUICK_REPEATS, REPEATS = 2, 11
+STEPS = 1
+"""Of a side's turn: the checkpoint must be on the disk before they end. The fewer, the less of the
+noise of other work is taken for the checkpoint's."""
 PATIENCE_S = 0.1
 
 

@@ -56,7 +56,7 @@ def help_s(tree: Path) -> float:
 
 
 def breakdown(result: RunResult) -> list[dict[str, Any]]:
-    """Events up to the first step; `wall_s` counts from the launcher's start of records."""
+    """Events up to the first step; `wall_s` counts from the start of the command."""
     until = result.steps[0]["wall_s"]
     early = [e for e in result.events if e["wall_s"] <= until]
     return [{k: v for k, v in e.items() if k not in _COMMON} for e in early]

@@ -1,10 +1,13 @@
 """Runs of which every process is killed, over and over, and that are resumed each time."""
 
 import contextlib
+import json
 import os
 import random
+import re
 import signal
 import time
+from collections import Counter
 
 import psutil
 import pytest
@@ -15,7 +18,8 @@ from tests.helpers.run_checks import check_law, check_lineage, check_replay, rec
 pytestmark = [pytest.mark.run, pytest.mark.soak, pytest.mark.timeout(3600)]
 
 KILLS = 20
-STEPS = 60
+STEPS = 150
+"""More than are trained until the last kill."""
 
 
 def kill_everything(run):
@@ -39,16 +43,18 @@ def test_killed_at_random_moments_and_resumed_each_time(start, durability):
         f"run.steps={STEPS}", f"buffer.durability={durability}", "checkpoint.every=3",
         "checkpoint.keep=3", "--learners", "2",
     )  # fmt: skip
-    reached = []
+    reached, hit = [], Counter()
     for kill in range(KILLS):
         run.wait_for(lambda k=kill: trainings(run) > k, "training again")
-        time.sleep(generator.uniform(0.0, 12.0))  # the moment is the point
+        await_moment(run, kill, generator)
         if run.process.poll() is not None:
             break
+        hit.update(doing(run))
         kill_everything(run)
         reached.append(max((r["step"] for r in run.metrics("learner")), default=0))
+        print(f"kill {kill + 1} after step {reached[-1]}", flush=True)
         run.resume()
-    assert run.wait(600) == 0, run.output
+    assert run.wait(900) == 0, run.output
     summary = run.summary()
     assert (summary["ended"], summary["steps"]) == ("finished", STEPS)
     check_law(summary)
@@ -56,9 +62,37 @@ def test_killed_at_random_moments_and_resumed_each_time(start, durability):
         reconcile(run, STEPS, 32, killed=True)
     check_lineage(run, summary)
     check_replay(run)
-    print(f"{len(reached)} kills, after the steps", reached)
+    print(f"{len(reached)} kills, after the steps {reached}; what was being done: {dict(hit)}")
     assert len(reached) == KILLS
     run.nothing_left()
+
+
+def await_moment(run, kill, generator):
+    """Any moment; every fifth time while a checkpoint is written, every fifth one right after a
+    step, when its weights leave: both are short."""
+    if kill % 5 == 3:
+        run.wait_for(lambda: writing(run), "a checkpoint")
+    elif kill % 5 == 4:
+        seen = len(run.metrics("learner"))
+        run.wait_for(lambda: len(run.metrics("learner")) > seen, "a step")
+    else:
+        time.sleep(generator.uniform(0.0, 12.0))  # the moment is the point
+
+
+def writing(run):
+    """Whether a checkpoint is half written."""
+    return any((run.folder / "checkpoints").glob(".step-*.tmp"))
+
+
+def doing(run):
+    """What each role last said that it waits for, and whether a checkpoint is being written."""
+    roles = json.loads((run.folder / "status.json").read_text())["roles"]
+    for role in roles:
+        if role["name"] != "launcher":
+            waits = [re.sub(r"\d+", "n", wait["what"]) for wait in role["waits"]]
+            yield f"{role['name']}: {waits[0] if waits else 'at work'}"
+    if writing(run):
+        yield "checkpoint"
 
 
 def trainings(run):
