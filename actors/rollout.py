@@ -36,6 +36,8 @@ from asyncrl.waits import Waits
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
+LEASES = "leases"
+"""What a wait for them begins with; why there are none is known to the buffer (its gauges)."""
 """How long the buffer may park a lease request."""
 PROGRESS_EVERY_S = 2.0
 """How often progress renews the leases."""
@@ -149,8 +151,8 @@ class RolloutLoop:
         """Registered only when there is room: without, nothing is missing."""
         if not room:
             return nullcontext()
-        owner = "buffer-0: admission, bytes or prompts"
-        return self.waits.on(f"leases for {room} samples", owner=owner)
+        samples = "1 sample" if room == 1 else f"{room} samples"
+        return self.waits.on(f"{LEASES} for {samples}", owner="buffer-0")
 
     def _start(self, lease: Lease) -> None:
         self._progress[lease.lease] = Progress(open=len(lease.samples))

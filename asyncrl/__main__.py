@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from asyncrl.errors import AsyncRLError
 
@@ -14,8 +15,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ASYNCRL_TRACEBACK=1 shows their tracebacks.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a locale without the characters is no reason to end
+            stream.reconfigure(errors="backslashreplace")
     from asyncrl.cli import app
     from asyncrl.cli.launch import with_resumed
+    from asyncrl.monitor.words import clean
 
     try:
         app(args=with_resumed(sys.argv[1:] if argv is None else argv), prog_name="asyncrl")
@@ -27,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("ASYNCRL_TRACEBACK") == "1":
             raise
         for line in str(e).splitlines() or [type(e).__name__]:
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {clean(line)}", file=sys.stderr)
         return e.exit_code if isinstance(e, AsyncRLError) else 1
     return 0
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import shutil
 from contextlib import suppress
 from typing import Any, TextIO
 
 import xxhash
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ_BYTES = 1 << 16
 _HASH_BYTES = 1 << 20
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -30,9 +31,26 @@ def trouble(path: str | os.PathLike[str], error: OSError) -> str:
             free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
             why += f", {free / 2**30:.2f} GiB are free"
         return f"{text} ({why}): make room"
+    if error.errno == errno.EFBIG:
+        why, fix = too_large()
+        return f"{text} ({why}): {fix}"
     if error.errno in _REFUSED:
         return f"{text} ({why}): let this user write there"
     return f"{text} ({why}): see to the disk"
+
+
+def size_limit() -> int | None:
+    """Bytes that a file may have which this process writes; None: the system sets no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def too_large() -> tuple[str, str]:
+    """Reason and fix of a file that may not grow (EFBIG); more room would not help."""
+    why = os.strerror(errno.EFBIG).lower()
+    if (limit := size_limit()) is not None:
+        return f"{why}, the limit is {limit:,} bytes", "raise it (ulimit -f)"
+    return why, "use a file system that takes files of this size"
 
 
 def sync(path: str | os.PathLike[str]) -> None:
@@ -106,10 +124,11 @@ class LineFile:
         """
         size = os.fstat(self._file.fileno()).st_size
         try:
-            if (written := self._file.write(lines)) != len(lines):
-                raise OSError(
-                    errno.ENOSPC, f"the disk took {written} of {len(lines)} bytes", self.path
-                )
+            rest = memoryview(lines)
+            while rest:  # after a short write the next one says why
+                if not (written := self._file.write(rest)):
+                    raise OSError(errno.ENOSPC, "the disk took nothing more", self.path)
+                rest = rest[written:]
         except OSError:
             with suppress(OSError):  # a torn line would spoil the next one
                 os.ftruncate(self._file.fileno(), size)

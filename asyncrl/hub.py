@@ -102,7 +102,7 @@ class Hub:
         run_id: stamped on each record.
         host: address to bind.
         keys: CURVE keys; None is plain text.
-        began_at_s: `wall_s` to begin with: where a former launch of the run ended.
+        began_at_s: `wall_s` to begin with: how long the run's launches have lived so far.
         queue_records: how many records may wait for a sink that is not lossless.
     """
 

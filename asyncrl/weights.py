@@ -143,7 +143,7 @@ class TransferPlan:
                 yield Bucket(dtype, start, min(start + step, numel))
 
     def checksums(self, flat: Mapping[str, memoryview]) -> list[int]:
-        """xxh3_64 of each parameter's bytes, in the order of the plan.
+        """`checksum` of each parameter's bytes, in the order of the plan.
 
         `flat` has the bytes of each dtype's buffer.
 
@@ -152,10 +152,19 @@ class TransferPlan:
         ['0x6497a96f53a89890', '0x4076b5e9db38bf9f']
         """
         return [
-            xxhash.xxh3_64_intdigest(flat[slot.spec.dtype][slot.start * size : slot.stop * size])
+            checksum(flat[slot.spec.dtype][slot.start * size : slot.stop * size])
             for slot in self.slots
             for size in (DTYPE_BYTES[slot.spec.dtype],)
         ]
+
+
+def checksum(data: memoryview) -> int:
+    """xxh3_64 of a parameter's bytes.
+
+    >>> hex(checksum(memoryview(b"abcd")))
+    '0x6497a96f53a89890'
+    """
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def _spec(name: str, dtype: str, shape: Sequence[int]) -> ParamSpec:

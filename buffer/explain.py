@@ -25,10 +25,13 @@ def gauges(b: Books, now: float) -> dict[str, float]:
     queue/reserved_bytes: set aside for samples that open groups miss. queue/limit_bytes: what
     these two and SAMPLE_OVERHEAD for each sample held may come to, if there is a limit.
     queue/age_s: of the oldest sample in the queue, absent when there is none. live_groups,
-    leased_samples, in_flight/ACTOR. trained_ and generated_{tokens,samples}: response tokens and
-    samples of retired groups. samples/len_bias: mean trained length over mean generated length, of
-    those, once both exist. prompts/quarantined. With replay: replay/pool_groups, and replay/reuse,
-    samples replayed for each one trained, once there is one.
+    leased_samples, in_flight/ACTOR. Of an actor whose last request was cut short:
+    needs_version/ACTOR, the version from which admission would let it have more, or
+    needs_bytes/ACTOR, those of the next group, or needs_prompts/ACTOR, 1. trained_ and
+    generated_{tokens,samples}: response tokens and samples of retired groups. samples/len_bias:
+    mean trained length over mean generated length, of those, once both exist. prompts/quarantined.
+    With replay: replay/pool_groups, and replay/reuse, samples replayed for each one trained, once
+    there is one.
     """
     state = b.census.by_state
     values: dict[str, float] = {
@@ -55,6 +58,14 @@ def gauges(b: Books, now: float) -> dict[str, float]:
     if accepted:
         values["queue/age_s"] = max(0.0, now - min(accepted))
     values |= {f"in_flight/{actor}": n for actor, n in sorted(b.in_flight.items())}
+    needs = _version_needed(b).version
+    for actor, (_, why) in sorted(b.asked.items()):
+        if why == "admission":
+            values[f"needs_version/{actor}"] = needs
+        elif why == "bytes":
+            values[f"needs_bytes/{actor}"] = b.rules.group_bytes
+        elif b.first_pending() is None and not b.cursor.has_prompt():
+            values[f"needs_prompts/{actor}"] = 1
     values |= {name: n for name, n in sorted(b.lengths.items())}
     if b.lengths["trained_samples"] and b.lengths["generated_tokens"]:
         of_trained = b.lengths["trained_tokens"] / b.lengths["trained_samples"]
@@ -162,14 +173,7 @@ def why_not_leased(b: Books) -> str:
         return f"prompts exhausted, {b.order.live} groups left"
     if not b.asked:
         return "no actor has asked for work"
-    r = b.rules
-    position = b.order.next_position if pending is None else b.order.position(pending)
-    needs = Version(
-        b.version.incarnation,
-        staleness.version_needed(
-            position, r.window, r.max_staleness, r.groups_per_batch, r.batches_per_publication
-        ),
-    )
+    needs = _version_needed(b)
     held = [(applied, actor) for actor, (applied, why) in b.asked.items() if why == "admission"]
     if pending is None and any(why == "bytes" for _, why in b.asked.values()):
         return f"bytes: {_bytes(b)}"
@@ -177,6 +181,16 @@ def why_not_leased(b: Books) -> str:
         return f"no room at {', '.join(sorted(b.asked)[:3])}"
     applied, actor = max(held)  # the least behind: the first that could go on
     return f"admission: {actor} runs version {_short(applied)}, needs {_short(needs)}"
+
+
+def _version_needed(b: Books) -> Version:
+    """The lowest version that admission gives the next lease to."""
+    r, pending = b.rules, b.first_pending()
+    position = b.order.next_position if pending is None else b.order.position(pending)
+    needed = staleness.version_needed(
+        position, r.window, r.max_staleness, r.groups_per_batch, r.batches_per_publication
+    )
+    return Version(b.version.incarnation, needed)
 
 
 def _bytes(b: Books) -> str:

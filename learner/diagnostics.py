@@ -10,7 +10,7 @@ import numpy.typing as npt
 from asyncrl.learner.maths.corrections import LOG_RATIO_CLAMP, k3, weight_statistics
 from asyncrl.learner.maths.critic_loss import explained_variance
 from asyncrl.staleness import sample_staleness
-from asyncrl.types import FinishReason, SampleHeader, Version
+from asyncrl.types import FinishReason, GroupId, SampleHeader, Version
 
 Metrics = dict[str, float]
 Hist = dict[str, dict[str, list[float]]]
@@ -36,6 +36,7 @@ def manifest_metrics(
     metrics["reward/mean"] = float(rewards.mean())
     if len(rewards) > 1:
         metrics["reward/std"] = float(rewards.std(ddof=1))
+    metrics["reward/zero_std_frac"] = _all_alike(headers)
     lengths = np.array([h.response_tokens for h in headers])
     metrics["rollout/response_tokens/mean"] = float(lengths.mean())
     metrics["rollout/response_tokens/max"] = float(lengths.max())
@@ -44,6 +45,14 @@ def manifest_metrics(
     if any(h.kv_mixed for h in headers):
         metrics["rollout/kv_mixed_frac"] = float(np.mean([h.kv_mixed for h in headers]))
     return metrics, hist
+
+
+def _all_alike(headers: Sequence[SampleHeader]) -> float:
+    """Share of the groups whose rewards are all equal; one of a single sample is such a group."""
+    groups: dict[GroupId, set[float]] = {}
+    for header in headers:
+        groups.setdefault(header.id.group, set()).add(header.reward)
+    return sum(len(rewards) == 1 for rewards in groups.values()) / len(groups)
 
 
 def _by_actor(headers: Sequence[SampleHeader], heads: Sequence[int]) -> Metrics:

@@ -44,6 +44,7 @@ class Records:
         if first:
             now = time.monotonic()
             seconds, self._told = now - self._told, now
+            values["throughput/batch_s"] = seconds
             values["throughput/train_tok_s"] = result.tokens / seconds
             values["throughput/samples_s"] = result.samples / seconds
         share = self._idle.read()

@@ -55,6 +55,7 @@ def step_metrics(
         metrics["loss/grad_norm"] = norms[-1]
     metrics["loss/skipped"] = float(sum(a.skipped for a in applied))
     if applied:
+        metrics["loss/lr"] = learner.optim.lr * sums.lr_factor
         metrics["loss/lr_factor"] = sums.lr_factor
     metrics["is/missing"] = float(work.missing)
     if work.shaped_mean is not None:

@@ -153,11 +153,14 @@ class LearnerWorker:
         if s.resume is not None:  # actors get no lease before they run it
             self._publish(self.version)
         ended = ""
-        for batch in range(self.step + 1, config.run.steps + 1):
+        first = self.step + 1
+        for batch in range(first, config.run.steps + 1):
             part = self._pull(batch)
             if isinstance(part, str):
                 ended = part
                 break
+            if batch == first:
+                self.records.event("startup", phase="first_batch", seconds=round(self._pulled_s, 2))
             metrics = self._train(part)
             if batch % n == 0 or batch == config.run.steps:
                 self._publish()

@@ -22,16 +22,19 @@ def compare(
 ) -> None:
     """Put runs side by side: their final figures, and the settings in which they differ."""
     from asyncrl.errors import UserError
+    from asyncrl.monitor.outputs import target
     from asyncrl.monitor.report.compare import load, table
     from asyncrl.monitor.status_reader import find
+    from asyncrl.monitor.words import say
 
     folders = [find(run, Path(directory)) for run in runs]
     if len({folder.resolve() for folder in folders}) < 2:
         raise UserError(f"{' '.join(runs)} is one run: name two or more")
+    out = None if html is None else target(html, "--html", folders)
     loaded = load(folders)
-    print("\n".join(table(loaded)))
-    if html is not None:
+    say(table(loaded))
+    if out is not None:
         from asyncrl.monitor.report.html import write
 
-        size = write(loaded, Path(html).expanduser())
-        print(f"\n{html}: {size / 2**20:.1f} MiB")
+        size = write(loaded, out)
+        say(["", f"{html}: {size / 2**20:.1f} MiB"])

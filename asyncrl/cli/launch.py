@@ -96,7 +96,7 @@ def _launch(
 
     code = start(
         resolved.config,
-        sources=resolved.sources,
+        sources=resolved.sources if resumption is None else resumption.origins(),
         preset=resolved.name,
         model_path=str(plan.model_path),
         debug=debug,

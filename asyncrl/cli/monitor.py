@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,8 @@ def monitor(
     """Watch a run in the terminal, or several as a page: live, or as they were."""
     from asyncrl.errors import UserError
 
+    if not math.isfinite(wait):
+        raise UserError(f"--wait {wait}: seconds are asked for, e.g. 86400 for a day")
     if web:
         _web(runs or ["latest"], Path(directory), host, port)
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -38,6 +38,21 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Settings by dotted key, e.g. learner.optim.lr=2e-6."
     ),
 ]
+
+
+def one_of(option: str, text: str, names: Sequence[str]) -> None:
+    """Refuse what is none of the names.
+
+    Raises:
+        UserError: it is none.
+    """
+    from asyncrl.config.suggest import did_you_mean
+    from asyncrl.errors import UserError
+
+    if text not in names:
+        raise UserError(
+            f"{option} {text}: one of {', '.join(names)} is asked for{did_you_mean(text, names)}"
+        )
 
 
 def flags_of(

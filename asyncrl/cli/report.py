@@ -18,11 +18,15 @@ def report(
     directory: RunsDir = "runs",
 ) -> None:
     """Write a run as one HTML file that needs no network: figures, settings, ledger, events."""
+    from asyncrl.monitor.outputs import target
     from asyncrl.monitor.report.compare import load
     from asyncrl.monitor.report.html import write
     from asyncrl.monitor.status_reader import find
+    from asyncrl.monitor.words import say
 
-    runs = load([find(run, Path(directory))])
-    out = Path(output).expanduser() if output else Path(f"{runs[0].name}.html")
+    folder = find(run, Path(directory))
+    given = None if output is None else target(output, "--output", [folder])
+    runs = load([folder])
+    out = given or target(f"{runs[0].name}.html", "--output", [folder])
     size = write(runs, out)
-    print(f"{out}: {size / 2**20:.1f} MiB")
+    say([f"{out}: {size / 2**20:.1f} MiB"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, cast
 
 import typer
 
-from asyncrl.cli.options import RunArgument, RunsDir
+from asyncrl.cli.options import RunArgument, RunsDir, one_of
 
 _NUMBER = "e.g. '>0.5', 2, '3..5' or '>=1,!=4'."
 
@@ -34,8 +34,8 @@ def samples(
         typer.Option("--outcome", metavar="NAME,...", help="What became of it, e.g. trained,held."),
     ] = None,
     finish: Annotated[
-        Literal["stop", "length", "abort"] | None,
-        typer.Option("--finish", help="Why the response ended."),
+        str | None,
+        typer.Option("--finish", metavar="WHY", help="Why it ended: stop, length or abort."),
     ] = None,
     actor: Annotated[
         str | None, typer.Option("--actor", metavar="NAME", help="Who made it, e.g. actor-0.")
@@ -55,8 +55,10 @@ def samples(
         typer.Option("--show", metavar="ID", help="One sample in full, its tokens coloured."),
     ] = None,
     by: Annotated[
-        Literal["logprob", "version"] | None,
-        typer.Option("--by", help="With --show: what colours are; default: logprob."),
+        str | None,
+        typer.Option(
+            "--by", metavar="WHAT", help="With --show: what colours are, logprob or version."
+        ),
     ] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="With --show: also a line for each token.")
@@ -83,9 +85,11 @@ def samples(
     ] = None,
 ) -> None:  # fmt: skip
     """Look at recorded samples: a table, one in full, a group side by side, or a file of them."""
+    from asyncrl.config.paths import expand
     from asyncrl.errors import UserError
+    from asyncrl.monitor.samples.show import BYS, By
     from asyncrl.monitor.samples.view import View
-    from asyncrl.monitor.samples.wanted import Condition, Wanted, group_id, outcomes
+    from asyncrl.monitor.samples.wanted import FINISHES, Condition, Wanted, group_id, outcomes
     from asyncrl.monitor.status_reader import find
 
     given = {"--by": by, "--tokens": tokens or None, "--sort": sort, "--limit": limit,
@@ -99,6 +103,10 @@ def samples(
         if option in idle and given[option] is not None:
             raise UserError(f"{option} has no effect here, {why}: leave it out")
 
+    for option, text, names in (("--finish", finish, FINISHES), ("--by", by, BYS)):
+        if text is not None:
+            one_of(option, text, names)
+
     def number(option: str, text: str | None) -> Condition | None:
         return None if text is None else Condition.parse(option, text)
 
@@ -109,10 +117,10 @@ def samples(
         prompt=prompt, response=response,
         group=None if group is None else group_id("--group", group),
     )  # fmt: skip
-    place = None if tokenizer is None else Path(tokenizer).expanduser()
+    place = None if tokenizer is None else expand(tokenizer, "--tokenizer")
     view = View(find(run, Path(directory)), wanted, place)
     if show is not None:
-        view.one(show, by or "logprob", tokens=tokens)
+        view.one(show, cast(By, by or BYS[0]), tokens=tokens)
     elif export is not None:
         view.export(export, sort or "order", limit)
     elif group is not None:

@@ -38,6 +38,7 @@ def scale(
     from asyncrl.launch.control import ask
     from asyncrl.launch.scaling import told
     from asyncrl.monitor.status_reader import find, read, why_over
+    from asyncrl.monitor.words import say
 
     if actors < 1:
         raise UserError(f"--actors={actors}: a run needs at least one: ask for 1 or more")
@@ -58,7 +59,7 @@ def scale(
     )  # fmt: skip
     if not isinstance(reply, wire.Scaled):
         raise WireError(f"the launcher answered with {type(reply).__name__}, expected Scaled")
-    print(told(reply))
+    say([told(reply)])
 
 
 def _check_reachable(run: str, status: dict[str, Any], endpoint: str) -> None:
@@ -75,6 +76,7 @@ def _check_reachable(run: str, status: dict[str, Any], endpoint: str) -> None:
 
 
 def _keys(run: str, control: dict[str, Any], given: str | None) -> Keys | None:
+    from asyncrl.config.paths import expand
     from asyncrl.errors import UserError
     from asyncrl.security import load_keys
 
@@ -86,4 +88,4 @@ def _keys(run: str, control: dict[str, Any], given: str | None) -> Keys | None:
             f"{run} cannot be scaled: its keys were made for it and lie on no disk: launch with "
             "security.keys=FOLDER (`asyncrl keys FOLDER` makes them)"
         )
-    return load_keys(Path(folder).expanduser())
+    return load_keys(expand(folder, "--keys"))

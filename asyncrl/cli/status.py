@@ -18,9 +18,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print status.json as it is.")] = False,
 ) -> None:
     """Show what a run is doing, and who waits for whom."""
-    from asyncrl.errors import UserError
     from asyncrl.monitor.status_reader import describe, find, read
-    from asyncrl.monitor.words import clean
+    from asyncrl.monitor.words import say
 
     folder = find(run, Path(directory))
     content = read(folder)
@@ -28,10 +27,4 @@ def status(
         json.dump(content, sys.stdout, indent=1)
         print()
         return
-    try:
-        lines = [clean(line) for line in describe(folder, content)]
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise UserError(
-            f"{folder / 'status.json'} is not a run's status: {type(e).__name__}: {e}"
-        ) from e
-    print("\n".join(lines))
+    say(describe(folder, content))

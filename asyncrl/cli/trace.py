@@ -23,17 +23,21 @@ def trace(
     ] = None,
 ) -> None:
     """Write the timeline of all roles for ui.perfetto.dev or chrome://tracing."""
+    from asyncrl.monitor.outputs import target
     from asyncrl.monitor.status_reader import find
     from asyncrl.monitor.trace.write import write_trace
+    from asyncrl.monitor.words import say, text
 
     folder = find(run, Path(directory))
-    out = Path(output or f"{folder.resolve().name}.trace.json.gz").expanduser()
+    if output is None:
+        output = f"{text(folder.resolve().name)}.trace.json.gz"
+    out = target(output, "--output", [folder])
     written = write_trace(folder, out, None if steps is None else _range(steps))
     left = f"; {written.malformed} lines could not be read" if written.malformed else ""
-    print(
+    say([
         f"{out}: {written.events} events, {written.seconds:.1f} s, {written.samples} samples from "
         f"lease to training{left}; open it at ui.perfetto.dev"
-    )
+    ])  # fmt: skip
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -35,7 +35,8 @@ def launch(
     debug: bool = False, resumption: Resumption | None = None,
     origin: Mapping[str, object] | None = None,
 ) -> int:  # fmt: skip
-    """Run to the end; the exit code: 0 also after an orderly Ctrl-C, 130 after a second one.
+    """Run to the end; the exit code: 0 also after an orderly Ctrl-C, 130 after a second one, 2 if
+    summary.json cannot be written.
 
     Args:
         config: checked by preflight.
@@ -56,6 +57,7 @@ def launch(
     from asyncrl.launch.placement import place
     from asyncrl.launch.processes.reaper import MARK, Guard
     from asyncrl.launch.resume.lineage import Lineage
+    from asyncrl.launch.scratch import remove_orphans
 
     if debug:
         from asyncrl.launch.debug import for_debugging
@@ -71,6 +73,7 @@ def launch(
     else:
         folder, lineage, resume = resumption.folder, resumption.lineage, resumption.point()
         folder.take_up(resume.incarnation, text if resumption.changes else "")
+    remove_orphans()
     run_id = lineage.run_id
     os.environ[MARK] = run_id
     # Sockets of Ray and vLLM: a short path, of this run alone, that goes with it.

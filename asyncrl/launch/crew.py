@@ -182,7 +182,7 @@ class Crew:
             LedgerError: the buffer has not kept what came after it.
         """
         checkpoint = self._lineage.newest(list_checkpoints(self.folder.path))
-        point = ResumePoint.at(checkpoint, self._lineage.next_incarnation())
+        point = self._lineage.goes_on(checkpoint)
         if self.client is not None and self.buffer.state == "serving":
             with suppress(DeadlineError):  # it is down: the learner will say it
                 self.client.rewind(point.step, point.incarnation)

@@ -111,10 +111,10 @@ class DebugRun:
                 if client is not None:
                     version = Version(0, self.desk.board.version)
                     stats = last_stats(client, version, self.desk.waits)
-            self.desk.summarise(stats, self.ended, self.reason)
+            code = self.desk.summarise(stats, self.ended, self.reason)
         if self._errors:
             raise self._errors[0]
-        return 0
+        return code
 
     def _spec(self, role: Literal["buffer", "actor", "learner"], rank: int) -> RoleSpec:
         p, cluster = self._placement, self.config.cluster

@@ -18,6 +18,7 @@ from asyncrl.buffer.client import BufferClient
 from asyncrl.checkpoints import ResumePoint
 from asyncrl.config.paths import expand
 from asyncrl.config.schema import Config
+from asyncrl.disk import trouble
 from asyncrl.hub import Hub, HubClient
 from asyncrl.launch.data_plane import keys_of
 from asyncrl.launch.folder import RunFolder
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 RECORDED_S = 10.0
 """How long the recording may take to be on the disk at the end of a run."""
+UNWRITTEN = 2
+"""Exit code of a run that ended in order, but for its summary.json."""
 
 
 def last_stats(client: BufferClient, version: Version, waits: Waits) -> wire.Stats:
@@ -69,11 +72,12 @@ class Desk:
         self, config: Config, folder: RunFolder, run_id: str, view_file: TextIO, began: float,
         *, resume: ResumePoint | None = None, wall_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """A desk; `resume` and `wall_s` are where a run goes on, and its last record's time."""
+        """A desk; `resume` and `wall_s` are where a run goes on, and how long it has lived."""
         self.config, self.folder, self.run_id = config, folder, run_id
-        self.board = Board(config, started=began)
+        self.board = Board(config, started=began, lived_s=wall_s)
         if resume is not None:
-            self.board.remember(lines_of(Path(folder.metrics)), resume.step, resume.applied)
+            for path in (folder.events, folder.metrics):
+                self.board.remember(lines_of(Path(path)), resume.step, resume.applied)
         self._watchdog = Watchdog(self.board, config.log.stall_warn_s)
         self._troubled: set[str] = set()
         """Sinks whose trouble was told, and checkpoints."""
@@ -83,7 +87,8 @@ class Desk:
         self._spans = span_log(folder.path, "launcher", 0, run_id, config.trace.kept_mib)
         self.hub = Hub(
             self._sinks(resume), run_id=run_id, host=launcher_address(config.cluster.address),
-            keys=self.keys, began_at_s=wall_s, listeners=[self.board.write, self._trace],
+            keys=self.keys, began_at_s=self.board.elapsed_s(),
+            listeners=[self.board.write, self._trace],
         )  # fmt: skip
         self.waits = Waits("launcher", config.log.wait_warn_s)
         self.shares = TimeShares(since=process_began())
@@ -215,20 +220,26 @@ class Desk:
             incarnation=self.board.incarnation, event={"event": what, **fields},
         ))  # fmt: skip
 
-    def summarise(self, stats: wire.Stats | None, ended: str, reason: str, go_on: str = "") -> None:
+    def summarise(self, stats: wire.Stats | None, ended: str, reason: str, go_on: str = "") -> int:
         """Write summary.json and say the last lines, `go_on` being the last but one; nothing is
-        taken in afterwards."""
+        taken in afterwards.
+
+        Returns:
+            0, or UNWRITTEN if summary.json cannot be written; then the last line says why.
+        """
+        code, unwritten = 0, ""
         self.board.stats = stats or self.board.stats
         self._pulse.close()
         self._client.close()
         self.hub.drain()
         self.tell_evals(at_end=True)
+        self.event("ended", how=ended, reason=reason)
         self.hub.close()
         self._spans.close()
         try:
             self.folder.write_summary(summary_of(self.board, stats, ended, self.run_id, reason))
         except OSError as e:  # the disk is full, say: what the run has to tell is told all the same
-            self.view.say(f"summary.json cannot be written: {e.strerror or e}")
+            code, unwritten = UNWRITTEN, trouble(self.folder.summary, e)
         self._status.close()
         self.view.close()
         for line in last_lines(self.board, stats, ended, reason):
@@ -236,3 +247,6 @@ class Desk:
         if go_on:
             self.view.say(go_on)
         self.view.say(f"files: {self.folder.path}")
+        if code:
+            self.view.say(unwritten)
+        return code

@@ -86,12 +86,21 @@ class RunFolder:
         return os.path.join(self.logs, f"{role}.log")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json whole or not at all."""
+        """Write summary.json whole or not at all.
+
+        Raises:
+            OSError: the disk did not take it.
+        """
         temporary = self.summary + ".tmp"
-        with open(temporary, "w", encoding="utf-8") as f:
-            json.dump(summary, f, indent=2)
-            f.write("\n")
-        os.replace(temporary, self.summary)
+        try:
+            with open(temporary, "w", encoding="utf-8") as f:
+                json.dump(summary, f, indent=2)
+                f.write("\n")
+            os.replace(temporary, self.summary)
+        except OSError:
+            with suppress(OSError):
+                os.remove(temporary)
+            raise
 
 
 def last_words(path: str) -> str:

@@ -67,7 +67,7 @@ class Run:
         self.desk.view.say(f"weights: {weights_text(self.config, self.placement)}")
         self.desk.event(
             "launch", device=self.placement.device, weights=self.placement.weight_strategy,
-            backend=self.placement.weight_backend,
+            backend=self.placement.weight_backend, began_s=self.desk.board.lived_s,
         )  # fmt: skip
         try:
             self.crew.start()
@@ -84,8 +84,8 @@ class Run:
             raise
         finally:
             self.interrupt.mute()
-            self.summarise()
-        return 130 if self.ended == "killed" else 0
+            code = self.summarise()
+        return 130 if self.ended == "killed" else code
 
     # --- the loop ------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Run:
         if self._drain_until == math.inf:
             saves = self.config.checkpoint.every is not None and not self.trained
             self._drain_until = time.monotonic() + (DRAIN_CHECKPOINT_S if saves else DRAIN_S)
-            self.desk.phase("stopping: Ctrl-C again kills at once")
+            self.desk.phase("stopping: a second Ctrl-C or SIGTERM kills at once")
             self.ended = INTERRUPTED
         serving = self.crew.buffer.state == "serving"
         if serving and not self._told_to_stop and self.crew.client is not None:
@@ -280,8 +280,8 @@ class Run:
 
     # --- end -----------------------------------------------------------------------------
 
-    def summarise(self) -> None:
-        """Write summary.json and say the last lines."""
+    def summarise(self) -> int:
+        """Write summary.json and say the last lines; the exit code (`Desk.summarise`)."""
         stats = None
         if self.crew.client is not None:
             try:
@@ -289,7 +289,7 @@ class Run:
                 stats = last_stats(self.crew.client, version, self.desk.waits)
             except AsyncRLError as e:
                 self.desk.view.say(f"the ledger's last counts are not to be had: {e}")
-        self.desk.summarise(stats, self.ended, self.reason, self.how_to_go_on())
+        return self.desk.summarise(stats, self.ended, self.reason, self.how_to_go_on())
 
     def close(self) -> None:
         """End Ray and every socket."""

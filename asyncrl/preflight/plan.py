@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from asyncrl.buffer.rules import filtered_cap
-from asyncrl.config.schema import Config
 from asyncrl.launch.placement import rows, weights_text
 from asyncrl.preflight.checks import Preflight
+from asyncrl.preflight.kept import checkpoint_lines, recording_line, replay_line
 
 
 def describe(p: Preflight) -> str:
@@ -32,7 +32,10 @@ def describe(p: Preflight) -> str:
         ("in flight", f"up to {capacity} samples ({c.cluster.actors} actors x "
                       f"{c.rollout.max_in_flight})"),
         ("weights", weights_text(c, p.placement)),
-        ("files", f"{p.run_path}{_kept(c)}"),
+        ("files", str(p.run_path)),
+        *_labelled("checkpoint", checkpoint_lines(c, p.run_path, p.model_path)),
+        ("replay", replay_line(c)),
+        ("recording", recording_line(c)),
         *_labelled("placement", _placement(p)),
     ]  # fmt: skip
     if capacity > ahead * n:
@@ -41,10 +44,6 @@ def describe(p: Preflight) -> str:
                      "ahead: raise buffer.max_staleness or lower rollout.max_in_flight")
         )  # fmt: skip
     return "\n".join(f"{label:<10} {text}" for label, text in plan)
-
-
-def _kept(c: Config) -> str:
-    return f" (samples up to {c.record.max_gib:g} GiB)" if c.record.trajectories else ""
 
 
 def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:

@@ -49,6 +49,9 @@ def test_what_does_not_fit_is_held_back_and_woken_when_there_is_room() -> None:
     leases = ledger.lease("a", V0, 99, now=0)
     assert len(leases) == 3
     assert ledger.held_back("a") == "bytes"
+    gauges = ledger.gauges(now=0)
+    assert gauges["needs_bytes/a"] == GROUP
+    assert "needs_version/a" not in gauges
     epoch = ledger.work_epoch
     ledger.accept(envelope(leases[0].group.sample(0), leases[0].lease, "a", V0), now=0)
     assert ledger.work_epoch == epoch  # not yet room for a whole group

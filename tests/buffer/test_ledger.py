@@ -54,8 +54,10 @@ def test_an_actor_that_lags_is_held_back_alone() -> None:
     ledger = make()
     ledger.lease("a", V0, 8, now=0)
     assert ledger.lease("a", V0, 8, now=0) == []
+    assert ledger.gauges(now=0)["needs_version/a"] == 1
     assert [x.group.index for x in ledger.lease("b", Version(0, 1), 8, now=0)] == [4, 5]
     assert ledger.held_back("b")
+    assert ledger.gauges(now=0)["needs_version/b"] == 2
 
 
 def test_an_earlier_incarnation_gets_nothing() -> None:
@@ -339,6 +341,7 @@ def test_the_end_of_the_prompts_is_told() -> None:
     leases = ledger.lease("a", V0, 99, now=0)
     assert len(leases) == 3
     assert not ledger.held_back("a")
+    assert ledger.gauges(now=0)["needs_prompts/a"] == 1
     assert not ledger.exhausted
     give_all(ledger, leases[0])
     give_all(ledger, leases[1])

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import asyncrl.launch
@@ -188,6 +190,36 @@ def test_dry_run_says_what_ends_the_run(model: Path, capfd: pytest.CaptureFixtur
         "after 30 batches, or after 600 s, or after 2 epochs (56.0 batches each), or when the mean "
         "reward of 10 batches reaches 0.75\n           or early: 64 groups in a row left out"
     ) in out
+
+
+def test_dry_run_says_what_stays_on_the_disk(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "r" / "checkpoints"
+    weights = {"a": np.zeros((1 << 10, 1 << 10), np.float16), "b": np.zeros(1 << 20, np.float16)}
+    save_file(weights, model / "model.safetensors")
+    assert dry_run(model, "--run-name", "r") == 0
+    assert (
+        "checkpoint every 20 batches and at the end; kept: the last 2 and the best, up to 64 GiB in all\n"
+        f"           in {folder}, each about 24 MiB of weights and moments, and what the buffer holds\n"
+        "replay     none (replay.fraction=0)\n"
+        "recording  every sample, up to 4 GiB (asyncrl samples, asyncrl replay)\n"
+    ) in capfd.readouterr().out
+    little = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.max_gib=null", "replay.fraction=0.5",
+              "checkpoint.score=null", "checkpoint.at_end=false", "record.trajectories=false")  # fmt: skip
+    (model / "model.safetensors").write_bytes(b"x")
+    assert dry_run(model, "--run-name", "r", *little) == 0
+    assert (
+        "checkpoint every batch; kept: the last one, no limit\n"
+        f"           in {folder}, and what the buffer holds\n"
+        "replay     up to 2 groups again with each batch, at most 4 versions stale; asyncrl replay refuses such a run\n"
+        "recording  none (record.trajectories=false): nothing for asyncrl samples and asyncrl replay\n"
+    ) in capfd.readouterr().out
+    assert dry_run(model, "checkpoint.every=null") == 0
+    assert (
+        "checkpoint none (checkpoint.every=null): the run cannot be resumed, and"
+        in capfd.readouterr().out
+    )
 
 
 def test_dry_run_shows_named_gpus(

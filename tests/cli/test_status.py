@@ -52,7 +52,7 @@ def test_the_table(run: Path, args: list[str], capfd: pytest.CaptureFixture[str]
     out = capfd.readouterr().out.splitlines()
     assert out[0].startswith("run       tiny-1")
     assert "while training" in out[1]
-    assert out[-1].split() == ["actor-0", "alive", "-", "0", "-", "-", "-"]
+    assert out[-1].split() == ["actor-0", "ended", "-", "0", "-", "-", "-"]
 
 
 def test_json_is_the_file(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.monitor.logs import LogReader
+from asyncrl.monitor.reading.finals import finals
+from asyncrl.monitor.reading.history import RunHistory
 from asyncrl.monitor.trace.reading import read_spans
 from asyncrl.monitor.trace.write import write_trace
 from asyncrl.recording import read_recording
@@ -90,7 +92,23 @@ def check_times(run):
                 assert seconds == pytest.approx(total, rel=0.02, abs=1.5), (who, name)
     roles = {role for role, _ in pulses}
     assert {"launcher", "buffer", "learner", "actor"} <= roles
+    check_clocks(run)
     return pulses
+
+
+def check_clocks(run):
+    """What the run said of itself at its end is what every display reads out of its files."""
+    history = RunHistory(run.folder)
+    history.update()
+    told, summary = {f.label: f.value for f in finals(history)}, run.summary()
+    for name, label in (("samples_s", "samples/s trained"), ("first_step_s", "first step after, s"),
+                        ("total_s", "seconds in all")):  # fmt: skip
+        assert summary[name] == pytest.approx(told[label], abs=0.01), label
+    phases = {p["phase"]: p for p in summary["startup"]}
+    assert phases["first_batch"]["ended_s"] < summary["first_step_s"] < summary["total_s"]
+    assert summary["training_s"] + phases["first_batch"]["ended_s"] < summary["total_s"] + 0.1
+    status = json.loads((run.folder / "status.json").read_text())
+    assert status["elapsed_s"] == pytest.approx(summary["total_s"], abs=0.1)
 
 
 def state_seconds(folder: Path):

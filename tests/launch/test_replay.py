@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from collections import Counter
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from asyncrl import wire
 from asyncrl.buffer.trajectories import TrajectoryWriter
+from asyncrl.checkpoints import Meta, partial, seal
 from asyncrl.config.load import load
 from asyncrl.config.render import to_yaml
 from asyncrl.errors import DataError, ModelError, UserError
@@ -24,6 +26,7 @@ from asyncrl.launch.replay import Wish, replay
 from asyncrl.launch.replay.compare import different
 from asyncrl.launch.replay.past import read_past
 from asyncrl.launch.replay.plan import read_batches
+from asyncrl.launch.scratch import OWNER
 from asyncrl.learner.step import Trainer
 from asyncrl.recording import Retired
 from asyncrl.types import BatchPart, Version
@@ -211,6 +214,63 @@ def test_what_the_recording_lacks_is_said(run, said):
         replay(run, Wish(), said.append)
 
 
+def went_back(run, *bases):
+    """What lineage.json has after resumes: [incarnation, that of its checkpoint, batch] each."""
+    told = {"incarnation": bases[-1][0], "bases": bases}
+    (run / "lineage.json").write_text(json.dumps(told))
+
+
+def incarnations(run, last):
+    return [b.version.incarnation for b in read_batches(run, 1, last)]
+
+
+def test_batches_of_a_branch_that_was_left_are_not_taken(run, said):
+    assert incarnations(run, 3) == [0, 1, 1]
+    went_back(run, [1, 0, 1], [2, 0, 2])  # it went on from batch 2 of the first branch
+    assert incarnations(run, 2) == [0, 0]
+    with pytest.raises(DataError, match="has no batch 3 of its own line, only one of a branch"):
+        replay(run, Wish(), said.append)
+    went_back(run, [1, 0, 1])  # and was killed when it had trained batch 2 once more
+    without(run, lambda entry: (entry["batch"], entry["incarnation"]) == (3, 1))
+    assert incarnations(run, 2) == [0, 1]
+    with pytest.raises(DataError, match="has no batch 3 of its own line, only one of a branch"):
+        replay(run, Wish(), said.append)
+    (run / "lineage.json").unlink()  # an older run: what was trained before cannot follow
+    with pytest.raises(DataError, match="has no batch 3 of its own line, only one of a branch"):
+        replay(run, Wish(), said.append)
+
+
+def test_a_checkpoint_of_a_branch_that_was_left_is_no_beginning(run, said):
+    for step, incarnation in ((1, 0), (2, 0), (3, 1)):
+        folder = partial(run, step, incarnation)
+        folder.mkdir(parents=True)
+        seal(folder, Meta(step, step, incarnation, 1, "r-1"))
+    went_back(run, [1, 0, 1])
+    with pytest.raises(UserError) as e:
+        replay(run, Wish(from_step=2), said.append)
+    assert str(e.value) == (
+        "--from-step 2: step-000002 is of a branch that the run left at batch 1, the batches after "
+        "it were trained from other weights: name one of steps 1, 3"
+    )
+    assert read_past(run, (), 1, None).first == 2
+    assert read_past(run, (), None, 2).end is None, "nor one to compare with"
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-000003")
+    assert read_past(run, (), None, None).last == 1, "killed: the line's newest checkpoint"
+
+
+def test_what_was_changed_and_measured_on_a_branch_that_was_left_matters_not(run):
+    changed = {"event": "resumed", "incarnation": 1, "batch": 1,
+               "changes": [{"field": "learner.optim.lr", "was": 1, "is": 2}]}  # fmt: skip
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(changed) + "\n")
+    past = read_past(run, (), None, 3)
+    assert (len(past.inexact), past.told.keys()) == (1, {1, 2, 3})
+    went_back(run, [1, 0, 1], [2, 0, 1])
+    past = read_past(run, (), None, 3)
+    assert (past.inexact, past.told.keys()) == ((), {1})
+
+
 @pytest.mark.parametrize("steps", ['"x"', "1.5", "true"])
 def test_a_summary_without_a_number_is_named(tmp_path, steps):
     (tmp_path / "config.yaml").write_text(to_yaml(load(None, SETTINGS).config))
@@ -222,12 +282,29 @@ def test_a_summary_without_a_number_is_named(tmp_path, steps):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("record.trajectories=false", "has no recording"),
-        ("replay.fraction=0.5", "which ones came with which batch"),
+        (
+            "record.trajectories=false",
+            "has no recording, record.trajectories=false: launch with true",
+        ),
+        (
+            "replay.fraction=0.5",
+            "trained samples again, replay.fraction=0.5: which ones came with which batch is not "
+            "recorded: launch with replay.fraction=0 for a run that can be replayed",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_replayed(run, said, setting, words):
     config = load(None, [*SETTINGS, setting]).config
     (run / "config.yaml").write_text(to_yaml(config))
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError) as e:
         replay(run, Wish(), said.append)
+    assert str(e.value) == f"{run} {words}"
+
+
+def test_a_replay_removes_what_a_killed_one_left_and_its_own(run, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    left = tmp_path / "tmp" / "asyncrl-replay-left"
+    (left / "out").mkdir(parents=True)
+    (left / OWNER).touch()
+    assert replay(run, Wish(steps=1), said.append) == 0
+    assert list((tmp_path / "tmp").iterdir()) == []

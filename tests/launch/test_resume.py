@@ -11,52 +11,18 @@ from typing import Any
 
 import pytest
 
-from asyncrl.checkpoints import Meta, list_checkpoints, partial, seal
+from asyncrl.checkpoints import list_checkpoints
 from asyncrl.cli.launch import with_resumed
 from asyncrl.config.load import load
-from asyncrl.config.render import to_yaml
-from asyncrl.config.sources import RESOLVED
 from asyncrl.errors import CheckpointError, ConfigError, UserError
 from asyncrl.idlog import IdLog
 from asyncrl.launch.processes.reaper import MARK, Guard
-from asyncrl.launch.resume.lineage import Lineage, last_line
-from asyncrl.launch.resume.plan import Resumption, plan_resume
+from asyncrl.launch.resume.lineage import last_line
 from asyncrl.launch.resume.weights import weights_of
 from asyncrl.monitor.board import Board
 from asyncrl.sinks import JsonlSink
 from asyncrl.types import SampleId, Version
-
-RUN_ID = "r-0123abcd"
-
-
-class Former:
-    """The folder of a run that was killed, with checkpoints of some steps."""
-
-    def __init__(self, base: Path, *steps: int, **settings: Any) -> None:
-        self.base, self.folder = base, base / "r"
-        self.folder.mkdir()
-        resolved = load("tiny", ["run.steps=30", *(f"{k}={v}" for k, v in settings.items())])
-        (self.folder / "config.yaml").write_text(f"{RESOLVED}\n{to_yaml(resolved.config)}")
-        lineage = Lineage.begin(self.folder, RUN_ID)
-        lineage.close()
-        self.write("events.jsonl", {"run_id": RUN_ID, "incarnation": 0, "wall_s": 70.5})
-        self.write("metrics.jsonl", {"run_id": RUN_ID, "incarnation": 0, "wall_s": 71.25})
-        for step in steps:
-            self.checkpoint(step, 0)
-
-    def write(self, name: str, line: dict[str, Any]) -> None:
-        with (self.folder / name).open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def checkpoint(self, step: int, incarnation: int, score: float | None = None) -> None:
-        folder = partial(self.folder, step, incarnation)
-        folder.mkdir(parents=True)
-        seal(folder, Meta(step, step, incarnation, 1, RUN_ID, score=score))
-
-    def resume(self, text: str = "", *overrides: str, **options: Any) -> Resumption:
-        resumption = plan_resume(text or str(self.folder), [], overrides, {}, **options)
-        resumption.lineage.close()
-        return resumption
+from tests.helpers.former import RUN_ID, Former
 
 
 def test_the_newest_checkpoint_and_an_incarnation_that_nobody_used(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """TensorBoard and wandb get what the records say: read back with their own readers."""
 
 import json
+import math
 import socket
 import struct
 import subprocess
@@ -193,6 +194,28 @@ def test_prometheus_scrapes_gauges_histograms_and_whose_they_are(scraped, monkey
     _, found = scrape(scraped)
     roles = {dict(labels).get("role") for _, labels in found}
     assert roles == {None, "actor"}, "who is silent for a minute is shown no more"
+
+
+def test_a_bucket_without_an_upper_end_is_there_once(scraped):
+    edges = {"is/ratio_raw": {"edges": [0.0, 1.0, math.inf], "counts": [1.0, 3.0]}}
+    scraped.write(record("learner", 0, 1, {}, edges))
+    told = [line for line in httpx.get(scraped.url).text.splitlines() if "_bucket" in line]
+    bounds = [line.partition('le="')[2].partition('"')[0] for line in told]
+    assert bounds == ["1.0", "+Inf"]
+    assert "is_ratio_raw_sum" in httpx.get(scraped.url).text
+
+
+def test_an_idle_connection_is_closed_and_head_has_no_content(scraped, monkeypatch):
+    handler = scraped._server.RequestHandlerClass
+    assert handler.timeout == prometheus.IDLE_S
+    monkeypatch.setattr(handler, "timeout", 0.05)
+    with socket.create_connection(scraped._server.server_address) as idle:
+        idle.settimeout(30)
+        assert idle.recv(1) == b""
+    head, whole = httpx.head(scraped.url), httpx.get(scraped.url)
+    assert head.status_code == 200
+    assert not head.content
+    assert head.headers["content-type"] == whole.headers["content-type"]
 
 
 def test_a_port_that_is_taken_is_refused(folder):

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
 from asyncrl import checkpoints
@@ -181,7 +183,8 @@ def test_a_full_disk_is_told_and_the_checkpoints_before_stay(
         keeper.trained(trainer.train(part(5, 0, 1), V2), asked=True)
         keeper.after_batch(5)
         with pytest.raises(
-            CheckpointError, match=r"batch 5 cannot be written to .*\(file too large.*make room"
+            CheckpointError,
+            match=r"batch 5 .*\(file too large, the limit is 100,000 bytes\): raise it \(ulimit",
         ):
             keeper.finish(in_step=False)
     assert [e["event"] for e in events] == ["checkpoint_failed"]
@@ -204,12 +207,27 @@ def test_a_full_disk_is_told_and_the_checkpoints_before_stay(
         (OSError(errno.ENOSPC, "full"), r"\(no space left on device, .* free\): make room there"),
         (OSError(errno.EROFS, "read-only"), r"\(read-only file system\): let this user write"),
         (OSError(errno.EACCES, "denied"), r"\(permission denied\): let this user write there"),
+        (OSError(errno.EFBIG, "large"), r"\(file too large\): use a file system that takes files"),
         (RuntimeError("odd\nmore"), r"\(RuntimeError: odd\): see the logs of the learners"),
     ],
 )
 def test_failures_say_what_to_do(tmp_path: Path, error: Exception, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         raise CheckpointError(explain(error, tmp_path / "not" / "there", 7))
+
+
+def test_a_file_that_may_not_grow_is_known_by_what_torch_says_of_another_rank(
+    tmp_path: Path,
+) -> None:
+    text = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+    error = CheckpointException("write", {1: (RuntimeError(text), traceback.StackSummary())})
+    assert text in explain(error, tmp_path / "x", 7), "nothing says that it was the size"
+    with _full_disk(100_000):
+        assert explain(error, tmp_path / "x", 7) == (
+            f"the checkpoint of batch 7 cannot be written to {tmp_path} (file too large, the limit "
+            "is 100,000 bytes): raise it (ulimit -f)"
+        )
+        assert "(RuntimeError: odd)" in explain(RuntimeError("odd"), tmp_path / "x", 7)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(

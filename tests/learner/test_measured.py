@@ -68,3 +68,4 @@ def test_ess_and_ratios_are_those_of_the_recorded_tokens(tmp_path: Path) -> None
     assert told["kl/drift_k3"] == pytest.approx((w - 1 - np.log(w)).mean(), rel=1e-2)
     assert told["is/by_staleness/1/ess_frac"] == told["is/ess_frac"]
     assert told["loss/tokens"] == len(w)
+    assert told["loss/lr"] == 2e-2 * told["loss/lr_factor"]

@@ -113,8 +113,17 @@ def test_rates_count_waiting_and_publications_are_told_once(clock: SimpleNamespa
     first, second = fake.records
     assert (first["throughput/samples_s"], first["throughput/train_tok_s"]) == (0.5, 5.0)
     assert (second["throughput/samples_s"], second["throughput/train_tok_s"]) == (2.0, 20.0)
+    assert (first["throughput/batch_s"], second["throughput/batch_s"]) == (8.0, 2.0)
     assert TIMINGS.items() <= first.items()
     assert not any(name.startswith("sync/") for name in second)
+
+
+def test_groups_that_teach_nothing_are_counted() -> None:
+    rewards = [0.5, 0.5, 0.0, 1.0, 1.0, 1.0, 0.25]  # three groups of two, one of one
+    headers = [t.header for t in make_batch(1, 4, 2)][:7]
+    headers = [replace(h, reward=r) for h, r in zip(headers, rewards, strict=True)]
+    metrics, _ = manifest_metrics(headers, Version(0, 0), 1)
+    assert metrics["reward/zero_std_frac"] == 3 / 4
 
 
 def test_every_part_is_closed_whatever_fails() -> None:

@@ -8,7 +8,6 @@ initial model ──────────┘                                 
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from asyncrl.launch.replay.job import Job, Told
 from asyncrl.launch.replay.past import Past, read_past
 from asyncrl.launch.replay.plan import RecordedBatch, read_batches
 from asyncrl.launch.replay.ranks import alone, listen, patience_s
+from asyncrl.launch.scratch import Scratch, remove_orphans
 from asyncrl.sinks import JsonlSink
 from asyncrl.waits import Waits
 
@@ -68,7 +68,8 @@ def replay(run: Path, wish: Wish, say: Say) -> int:
     if wish.check and why_not:
         raise UserError(f"--check: the weights cannot be the same bits, {why_not[0]}")
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-replay-")))
+        remove_orphans()
+        scratch = stack.enter_context(Scratch())
         out = scratch / "out" if wish.out is None else _new_folder(wish.out)
         out.mkdir(parents=True, exist_ok=True)
         job = past.job(world, scratch, out, compare=wish.check)

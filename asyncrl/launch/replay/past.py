@@ -16,7 +16,8 @@ from asyncrl.errors import DataError, UserError
 from asyncrl.launch.placement import place
 from asyncrl.launch.replay.job import Job, Told
 from asyncrl.launch.replay.plan import RecordedBatch
-from asyncrl.launch.resume.lineage import lines_of
+from asyncrl.launch.resume.branches import Branches
+from asyncrl.launch.resume.lineage import branches_of, lines_of
 
 RECORDED = ("learner.batch_size", "learner.batches_per_publication")
 """Settings of the learner that the recording fixes."""
@@ -137,26 +138,45 @@ def read_past(
     if was.replay_groups:
         raise DataError(
             f"{run} trained samples again, replay.fraction={was.replay.fraction:g}: which ones "
-            "came with which batch is not recorded, so that it cannot be replayed"
+            "came with which batch is not recorded: launch with replay.fraction=0 for a run that "
+            "can be replayed"
         )
-    start = None if not from_step else checkpoints.find(run, str(from_step))
+    branches, kept = branches_of(run), checkpoints.list_checkpoints(run)
+    line = [c for c in kept if branches.left_at(c.meta.incarnation, c.meta.step) is None]
+    start = None if not from_step else _start(run, from_step, line, branches)
     events = list(lines_of(run / "events.jsonl"))
     ended = _trained(run)
     first, last = (1 if start is None else start.meta.step + 1), steps or ended
-    newest = checkpoints.latest(run)
-    if last is None and newest is not None:  # it was killed: no later weights are there
-        last = newest.meta.step
+    if last is None and line:  # it was killed: no later weights are there
+        last = line[-1].meta.step
     if last is None:
-        last = max((r["step"] for r in _learner(run)), default=0)
+        last = max((r["step"] for r in _learner(run, branches)), default=0)
     if ended is not None and not first <= last <= ended:
         raise UserError(f"no batches {first} to {last}: {run} has trained {ended}")
-    end = next((c for c in checkpoints.list_checkpoints(run) if c.meta.step == last), None)
+    end = next((c for c in line if c.meta.step == last), None)
     return Past(
         run=run, config=config, changed=changed, first=first, last=last, start=start, end=end,
         steps=ended, run_id=events[0].get("run_id", "") if events else "",
         recording_ended=_reason(events, "recording_ended"), threads=_threads(was, events),
-        inexact=_inexact(was, events, first, last), told=_metrics(run, first, last),
+        inexact=_inexact(was, events, branches, first, last),
+        told=_metrics(run, branches, first, last),
     )  # fmt: skip
+
+
+def _start(
+    run: Path, step: int, line: list[checkpoints.Checkpoint], branches: Branches
+) -> checkpoints.Checkpoint:
+    """The checkpoint of that step; the batches after it must have been trained from it."""
+    found = checkpoints.find(run, str(step))
+    left = branches.left_at(found.meta.incarnation, found.meta.step)
+    if left is None:
+        return found
+    have = ", ".join(str(c.meta.step) for c in line)
+    raise UserError(
+        f"--from-step {step}: {found.path.name} is of a branch that the run left at batch {left}, "
+        "the batches after it were trained from other weights: "
+        + (f"name one of steps {have}" if line else "leave --from-step out")
+    )
 
 
 def _changed(was: Config, config: Config) -> tuple[str, ...]:
@@ -179,13 +199,15 @@ def _threads(config: Config, events: list[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _inexact(
-    config: Config, events: list[dict[str, Any]], first: int, last: int
+    config: Config, events: list[dict[str, Any]], branches: Branches, first: int, last: int
 ) -> tuple[str, ...]:
     reasons = []
     if any(e.get("event") == "launch" and e.get("device") == "cuda" for e in events):
         reasons.append("it was trained on GPUs, whose sums come in no fixed order")
     for e in events:
         if e.get("event") == "resumed" and first <= e["batch"] < last:
+            if branches.left_at(e.get("incarnation", 0), e["batch"] + 1) is not None:
+                continue  # what was changed there has trained nothing of this line
             keys = [c["field"] for c in e["changes"]]
             schedule = ["run.steps"] if config.learner.optim.schedule != "constant" else []
             if learner := [k for k in keys if k.startswith("learner.") or k in schedule]:
@@ -213,17 +235,18 @@ def _trained(run: Path) -> int | None:
     )
 
 
-def _learner(run: Path) -> Iterator[dict[str, Any]]:
-    """Records of learner rank 0 that speak of a batch."""
+def _learner(run: Path, branches: Branches) -> Iterator[dict[str, Any]]:
+    """Records of learner rank 0 that speak of a batch of the run's line."""
     for record in lines_of(run / "metrics.jsonl"):
         mine = (record.get("role"), record.get("rank")) == ("learner", 0)
-        if mine and "step" in record and "loss/tokens" in (record.get("metrics") or {}):
+        of_batch = mine and "step" in record and "loss/tokens" in (record.get("metrics") or {})
+        if of_batch and branches.left_at(record.get("incarnation", 0), record["step"]) is None:
             yield record
 
 
-def _metrics(run: Path, first: int, last: int) -> dict[int, dict[str, float]]:
+def _metrics(run: Path, branches: Branches, first: int, last: int) -> dict[int, dict[str, float]]:
     found: dict[int, tuple[int, dict[str, float]]] = {}
-    for record in _learner(run):
+    for record in _learner(run, branches):
         step, incarnation = record["step"], record.get("incarnation", 0)
         if first <= step <= last and incarnation >= found.get(step, (0, {}))[0]:
             found[step] = incarnation, record["metrics"]

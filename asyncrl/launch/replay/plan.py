@@ -1,10 +1,10 @@
 """What a recording has for a learner alone: the run's batches, as its ranks pulled them.
 
-    trajectories/index.jsonl ─► of each batch the highest incarnation ─► in consumption order
-                                                                     └─► for each rank its part
+    trajectories/index.jsonl ─► of each batch the line's incarnation ─► in consumption order
+                                                                    └─► for each rank its part
 
-A batch that was trained again, after a restart of the learner, counts as it was trained last: that
-is the lineage of the final weights.
+A batch that was trained again, after a restart of the learner or a resume, counts as the run's line
+has it (launch/resume/branches.py): that is the lineage of the final weights.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from pathlib import Path
 
 from asyncrl.buffer.balance import balance
 from asyncrl.errors import DataError
+from asyncrl.launch.resume.lineage import branches_of
 from asyncrl.recording import Recorded, read_recording
 from asyncrl.types import BatchPart, GroupId, SampleHeader, SampleId, Version
 
 FOLDER = "trajectories"
 """Below the run's folder."""
+_ByBatch = dict[int, dict[int, dict[SampleId, Recorded]]]
+"""What is recorded of each batch, by the incarnation that trained it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """One batch of the final lineage."""
+    """One batch of the run's line."""
 
     batch: int
     version: Version
@@ -72,7 +75,7 @@ def _by_group(manifest: Sequence[SampleHeader]) -> list[list[int]]:
 
 
 def read_batches(run: Path, first: int, last: int | None, ended: str = "") -> list[RecordedBatch]:
-    """The batches `first` to `last` of the run's final lineage.
+    """The batches `first` to `last` of the run's line.
 
     Args:
         run: its folder.
@@ -82,29 +85,45 @@ def read_batches(run: Path, first: int, last: int | None, ended: str = "") -> li
     Raises:
         DataError: there is no recording, or a batch is not in it whole.
     """
-    by_batch: dict[int, dict[int, dict[SampleId, Recorded]]] = {}
+    by_batch: _ByBatch = {}
     for recorded in read_recording(run / FOLDER):
         e = recorded.entry
         if e.batch is not None and e.outcome in ("trained", "dropped_stale"):
             by_batch.setdefault(e.batch, {}).setdefault(e.incarnation, {})[e.id] = recorded
     if last is None:
         last = max(by_batch, default=0)
-    missing = [k for k in range(first, last + 1) if k not in by_batch]
+    of = _incarnations(run, by_batch)
+    missing = [k for k in range(first, last + 1) if k not in of]
     if missing or last < first:
         which = f"batch {missing[0]}" if missing else f"a batch from {first} on"
+        if missing and missing[0] in by_batch:
+            which += " of its own line, only one of a branch that the run left"
         why = f": recording ended early ({ended})" if ended else ""
         raise DataError(
             f"{run / FOLDER} has no {which}, the run trained {last}{why}; replay the batches "
             "before it with --steps, or from a later checkpoint with --from-step"
         )
-    return [_ordered(k, by_batch[k]) for k in range(first, last + 1)]
+    return [_ordered(k, of[k], by_batch[k][of[k]]) for k in range(first, last + 1)]
 
 
-def _ordered(batch: int, lines: dict[int, dict[SampleId, Recorded]]) -> RecordedBatch:
-    incarnation = max(lines)
-    samples = sorted(
-        lines[incarnation].values(), key=lambda r: (r.entry.position or 0, r.entry.id.sample)
-    )
+def _incarnations(run: Path, by_batch: _ByBatch) -> dict[int, int]:
+    """Of each batch of the run's line that is recorded, the incarnation that trained it.
+
+    Where lineage.json does not tell, the highest; but none that is lower than that of a batch
+    before it: such a one is of a branch that the run left.
+    """
+    branches, found, reached = branches_of(run), {}, 0
+    newest = max((i for tried in by_batch.values() for i in tried), default=0)
+    for batch, tried in sorted(by_batch.items()):
+        told = branches.incarnation_at(batch) if newest <= branches.newest else None
+        incarnation = max(tried) if told is None else told
+        if incarnation in tried and incarnation >= reached:
+            found[batch] = reached = incarnation
+    return found
+
+
+def _ordered(batch: int, incarnation: int, lines: dict[SampleId, Recorded]) -> RecordedBatch:
+    samples = sorted(lines.values(), key=lambda r: (r.entry.position or 0, r.entry.id.sample))
     version = samples[0].entry.version
     assert version is not None
     return RecordedBatch(batch, Version(incarnation, version), tuple(samples))

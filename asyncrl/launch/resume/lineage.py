@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +27,7 @@ from asyncrl.checkpoints import Checkpoint, ResumePoint
 from asyncrl.disk import sync, trouble
 from asyncrl.errors import DeadlineError, UserError
 from asyncrl.launch.processes.reaper import is_guard_of, processes_of, sweep
+from asyncrl.launch.resume.branches import Branches
 
 LINEAGE_FILE = "lineage.json"
 LOCK_FILE = "launcher.lock"
@@ -50,6 +51,13 @@ class Known:
     """Incarnation that the last launch began as."""
     base: str = ""
     """Name of the checkpoint that it began from; empty: the initial model."""
+    bases: list[list[int | None]] = field(default_factory=list)
+    """Where each incarnation but 0 began, as `Branches.told` has it."""
+
+    @property
+    def branches(self) -> Branches:
+        """Which checkpoints are of the run's line, and which of branches that it left."""
+        return Branches.told(self.incarnation, self.bases)
 
 
 class Lineage:
@@ -111,17 +119,28 @@ class Lineage:
         base = [c for c in checkpoints if c.path.name == known.base]
         return next(reversed(own or base or checkpoints if known.since else checkpoints), None)
 
-    def begins(self, point: ResumePoint) -> None:
-        """Note where this launch goes on."""
-        base = os.path.basename(point.checkpoint or "")
-        self._known = replace(self._known, since=point.incarnation, base=base)
-        self._write()
+    def left_at(self, checkpoint: Checkpoint) -> int | None:
+        """The batch at which the run left this checkpoint's branch; None: it is of its line."""
+        meta = checkpoint.meta
+        return self._known.branches.left_at(meta.incarnation, meta.step)
 
-    def next_incarnation(self) -> int:
-        """One that nobody has used; noted on the disk when this returns."""
-        self._known = replace(self._known, incarnation=self.incarnation + 1)
+    def begins(self, checkpoint: Checkpoint | None) -> ResumePoint:
+        """Where this launch goes on, as `goes_on`."""
+        self._known = replace(
+            self._known, since=self.incarnation + 1,
+            base="" if checkpoint is None else checkpoint.path.name,
+        )  # fmt: skip
+        return self.goes_on(checkpoint)
+
+    def goes_on(self, checkpoint: Checkpoint | None) -> ResumePoint:
+        """Go on from a checkpoint (None: the initial model) as an incarnation that nobody has used;
+        noted on the disk when this returns."""
+        point = ResumePoint.at(checkpoint, self.incarnation + 1)
+        of = None if checkpoint is None else checkpoint.meta.incarnation
+        bases = [*self._known.bases, [point.incarnation, of, point.step]]
+        self._known = replace(self._known, incarnation=point.incarnation, bases=bases)
         self._write()
-        return self.incarnation
+        return point
 
     def uses(self, scratch: str) -> None:
         """Note where the sockets of this launch lie."""
@@ -184,6 +203,15 @@ def _known(folder: Path) -> Known:
     for meta in (folder / "checkpoints").glob("step-*/meta.json"):
         told.append(_incarnation(_object(meta)))
     return replace(known, incarnation=max([known.incarnation, *told]))
+
+
+def branches_of(folder: Path) -> Branches:
+    """A run's branches, as far as its lineage.json tells them; nobody need have its folder."""
+    found = _object(folder / LINEAGE_FILE)
+    newest, bases = found.get("incarnation"), found.get("bases")
+    return Branches.told(
+        newest if isinstance(newest, int) else 0, bases if isinstance(bases, list) else []
+    )
 
 
 def _object(path: Path) -> dict[str, Any]:

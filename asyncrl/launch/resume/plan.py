@@ -7,6 +7,8 @@ RUN | latest | PATH, @STEP | @best ─► the run's folder ─► locked, its le
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,12 +19,16 @@ from asyncrl import checkpoints
 from asyncrl.checkpoints import Checkpoint, ResumePoint
 from asyncrl.config.load import Resolved, load
 from asyncrl.config.schema import Config
+from asyncrl.disk import trouble
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.resume.fields import Change, check_changes
 from asyncrl.launch.resume.lineage import Lineage, lines_of
+from asyncrl.launch.resume.origins import origins
 from asyncrl.monitor.status_reader import find
 
+STORE = "buffer"
+"""Below a run's folder: what its buffer keeps."""
 PLACE = ("run.dir", "run.name")
 """Settings that say where a run lies: a resumed one lies where it was found."""
 
@@ -46,19 +52,33 @@ class Resumption:
     changes: list[Change]
     checkpoint: Checkpoint | None
     """None: there is none, the run begins again from its initial model."""
+    left_at: int | None = None
+    """The checkpoint is of a branch that the run left after this batch; None: of its line."""
 
     def point(self) -> ResumePoint:
         """Where it goes on, in an incarnation of its own; to be called once."""
-        point = ResumePoint.at(self.checkpoint, self.lineage.next_incarnation())
-        self.lineage.begins(point)
-        return point
+        if self.left_at is not None:  # before anything says that the run goes on from there
+            _set_store_aside(Path(self.folder.path))
+        return self.lineage.begins(self.checkpoint)
+
+    def origins(self) -> dict[str, str]:
+        """Where each value comes from, for config.yaml; to be called before that is rewritten."""
+        batch = 0 if self.checkpoint is None else self.checkpoint.meta.step
+        path = Path(self.folder.path, "config.yaml")
+        return origins(path, self.config.sources, self.changes, batch)
 
     def lines(self) -> list[str]:
         """What happens, in words."""
         where = f"its initial model ({_no_checkpoint(Path(self.folder.path))})"
         if self.checkpoint is not None:
             where = f"batch {self.checkpoint.meta.step} ({self.checkpoint.path.name})"
-        return [f"goes on from {where}", *(f"changed: {change}" for change in self.changes)]
+        lines = [f"goes on from {where}"]
+        if self.left_at is not None:
+            lines.append(
+                f"it is of a branch that the run left at batch {self.left_at}: what was trained "
+                "instead is left now, and the buffer goes on from the checkpoint's copy"
+            )
+        return [*lines, *(f"changed: {change}" for change in self.changes)]
 
 
 def _no_checkpoint(folder: Path) -> str:
@@ -123,8 +143,9 @@ def plan_resume(
         chosen = _chosen(folder, which, lineage)
         if chosen is not None:
             _check_made_with(chosen, resolved.config)
+        left_at = None if chosen is None else lineage.left_at(chosen)
         where = RunFolder(resolved.config, resolved.name, folder)
-        return Resumption(where, lineage, resolved, changes, chosen)
+        return Resumption(where, lineage, resolved, changes, chosen, left_at)
     except BaseException:
         lineage.close()
         raise
@@ -181,3 +202,20 @@ def _chosen(folder: Path, which: str, lineage: Lineage) -> Checkpoint | None:
     if which.startswith("step-"):
         return checkpoints.read(folder / checkpoints.FOLDER / which)
     return checkpoints.find(folder, which)
+
+
+def _set_store_aside(folder: Path) -> None:
+    """Keep the buffer's store under another name: it holds another branch, whose batches have the
+    same numbers.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    store = folder / STORE
+    aside = store.with_name(f"{STORE}.before-resume")
+    try:
+        if store.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(store, aside)
+    except OSError as e:
+        raise ConfigError(trouble(store, e)) from e

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from asyncrl import checkpoints
 from asyncrl.errors import DeadlineError, UserError
+from asyncrl.launch.resume.lineage import branches_of
 from asyncrl.launch.resume.plan import named
 
 EXPORTS = "exports"
@@ -48,6 +49,8 @@ def weights_of(text: str, directory: Path, say: Callable[[str], None]) -> Origin
     else:
         checkpoint = checkpoints.find(run, which)
     meta = checkpoint.meta
+    if (left := branches_of(run).left_at(meta.incarnation, meta.step)) is not None:
+        say(f"{checkpoint.path} is of a branch that {run.name} left at batch {left}")
     model = run / EXPORTS / f"{checkpoint.path.name}.{meta.incarnation}"
     if not (model / "config.json").is_file():
         say(f"exporting {checkpoint.path}")

@@ -8,11 +8,13 @@ and `_incarnation` of each role, and `asyncrl_run_info{run_id,run}`.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 from asyncrl.errors import ConfigError, MissingExtraError
 from asyncrl.launch.folder import RunFolder
@@ -27,6 +29,8 @@ VARIES = (
 """What becomes a label, and what is left of the name."""
 SILENT_S = 60.0
 """A role that has sent nothing for so long is shown no more."""
+IDLE_S = 10.0
+"""A connection that asks for nothing for so long is closed: each holds a thread of the launcher."""
 AXES = ("step", "version", "incarnation")
 
 Labels = tuple[tuple[str, str], ...]
@@ -61,13 +65,15 @@ class _Counted:
             # A bin [2, 3) of integers holds the value 2.
             bound = low if whole else high
             self.counts[bound] = self.counts.get(bound, 0.0) + count
-            self.sum += count * (low if whole else (low + high) / 2)
+            ends = [end for end in (low, high) if math.isfinite(end)] or [0.0]
+            self.sum += count * (low if whole else sum(ends) / len(ends))
 
     def buckets(self) -> list[tuple[str, float]]:
         found, so_far = [], 0.0
         for bound, count in sorted(self.counts.items()):
             so_far += count
-            found.append((repr(float(bound)), so_far))
+            if math.isfinite(bound):
+                found.append((repr(float(bound)), so_far))
         return [*found, ("+Inf", so_far)]
 
 
@@ -102,6 +108,8 @@ class PrometheusSink:
                 f"log.prometheus={port}: cannot listen at {host}:{port} ({e.strerror or e}); "
                 "choose another port, 0 for a free one, or see log.prometheus_host"
             ) from e
+        self._server.RequestHandlerClass = _impatient(self._server.RequestHandlerClass)
+        self._server.set_app(_with_head(self._server.get_app()))
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_address[1]}/metrics"
 
@@ -151,6 +159,35 @@ class PrometheusSink:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)
+
+
+def _impatient(handler: Any) -> Any:
+    """A server's class of request handlers, with a time limit."""
+
+    class Handler(handler):  # type: ignore[misc]
+        timeout = IDLE_S
+
+        def handle(self) -> None:
+            with suppress(TimeoutError, ConnectionError):
+                super().handle()
+
+    return Handler
+
+
+def _with_head(app: Any) -> Any:
+    """An application that answers HEAD as GET, without the content."""
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] != "HEAD":
+            return cast(Iterable[bytes], app(environ, start_response))
+        told: list[Any] = []
+        body = app(environ | {"REQUEST_METHOD": "GET"}, lambda *status: told.extend(status))
+        status, headers = told
+        length = str(sum(map(len, body)))
+        start_response(status, [*headers, ("Content-Length", length)])
+        return []
+
+    return answer
 
 
 def _names(samples: list[Any]) -> list[str]:
