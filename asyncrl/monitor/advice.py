@@ -9,7 +9,7 @@ One bottleneck at most, the first that applies, from where each side's time goes
                                 └─ actors are busy                         actors
     it trains all the time, and actors wait                                learner
 
-Then what is wrong with the data whatever the pace: ess, length.
+Then what is wrong with the data whatever the pace: ess, length, alike, truncated.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from asyncrl.config.schema import Config
 from asyncrl.learner.advice import ess_collapse
 from asyncrl.monitor.reading.history import RunHistory
+from asyncrl.monitor.reading.settings import read_settings
 from asyncrl.monitor.window import Window, of_history
 
 STARVED = 0.15
@@ -42,6 +41,10 @@ EMPTY = 0.5
 """Share of the places in flight that are taken, below which engines run empty."""
 LENGTH_BIAS = 0.1
 """Distance of samples/len_bias from 1 that matters."""
+ALIKE = 0.5
+"""Share of the groups whose rewards are all equal, over the last batches, that matters."""
+TRUNCATED = 0.5
+"""Share of the responses that ended at the limit, likewise."""
 ENOUGH_S = 5.0
 """A shorter window says nothing."""
 MOST_GAIN = 10.0
@@ -56,7 +59,8 @@ class Advice:
     """
 
     kind: str
-    """The bottleneck (reward, weights, tail, staleness, actors, learner), or ess, length."""
+    """The bottleneck (reward, weights, tail, staleness, actors, learner), or ess, length, alike,
+    truncated."""
     text: str
     setting: str
     """The first setting to change."""
@@ -76,7 +80,7 @@ def advise(window: Window, config: Config) -> list[Advice]:
     """Advice for a run that went on as in the window, the bottleneck first; a pure function."""
     if window.seconds < ENOUGH_S:
         return []
-    found = [rule(window, config) for rule in (_bottleneck, _ess, _length)]
+    found = [rule(window, config) for rule in (_bottleneck, _ess, _length, *_LATELY)]
     return [advice for advice in found if advice is not None]
 
 
@@ -86,9 +90,8 @@ def advise_run(folder: Path, history: RunHistory, seconds: float | None = None) 
     A run whose configuration cannot be read gets none.
     """
     try:
-        content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        config = Config.model_validate_json(json.dumps(content))  # YAML has no tuples either
-    except (OSError, ValueError, yaml.YAMLError):
+        config = Config.model_validate_json(json.dumps(read_settings(folder)))  # for its tuples
+    except ValueError:  # pydantic's, and UserError
         return []
     return advise(of_history(history, seconds), config)
 
@@ -238,6 +241,43 @@ def _length(window: Window, config: Config) -> Advice | None:
         f"learns to be brief; look at {setting}",
         setting, None,
     )  # fmt: skip
+
+
+def _alike(window: Window, config: Config) -> Advice | None:
+    part, learner = window.lately.get("reward/zero_std_frac", 0.0), config.learner
+    shaped = "reward/shaped_mean" in window.means  # rewards may differ after that
+    if part <= ALIKE or shaped or not learner.advantage.relative:
+        return None
+    if config.buffer.filter_zero_variance:
+        change, setting = "choose prompts that are neither solved nor out of reach", "task.kind"
+    else:
+        change = (
+            "choose prompts that are neither solved nor out of reach, or leave such groups out "
+            "(buffer.filter_zero_variance), so that other prompts fill the batch"
+        )
+        setting = "buffer.filter_zero_variance"
+    return Advice(
+        "alike",
+        f"{part:.0%} of the groups of the last batches have rewards that are all equal: their "
+        f"advantage is 0 and they teach nothing: {change}",
+        setting, None,
+    )  # fmt: skip
+
+
+def _truncated(window: Window, config: Config) -> Advice | None:
+    part = window.lately.get("rollout/truncated_frac", 0.0)
+    if part <= TRUNCATED:
+        return None
+    return Advice(
+        "truncated",
+        f"{part:.0%} of the responses of the last batches end at rollout.max_new_tokens="
+        f"{config.rollout.max_new_tokens} rather than by themselves: raise it, or look at the "
+        "samples (asyncrl samples --finish length): the policy may not know how to stop",
+        "rollout.max_new_tokens", None,
+    )  # fmt: skip
+
+
+_LATELY = (_alike, _truncated)
 
 
 def as_json(advice: list[Advice]) -> list[Mapping[str, Any]]:

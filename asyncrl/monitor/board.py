@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.schema import Config
-from asyncrl.metrics import STATES
 from asyncrl.monitor.fleet_view import FleetView
+from asyncrl.monitor.reading.clock import RunClock
+from asyncrl.monitor.reading.totals import growth
 from asyncrl.monitor.startup import Startup
 from asyncrl.monitor.window import Meter
 from asyncrl.types import Version
@@ -46,6 +47,9 @@ class Board:
 
     config: Config
     started: float = field(default_factory=time.monotonic)
+    """When this launch began."""
+    lived_s: float = 0.0
+    """How long former launches of the run have lived, together."""
     phase: str = "starting"
     stats: Stats | None = None
     prometheus: str | None = None
@@ -63,7 +67,8 @@ class Board:
     rewards: list[float] = field(default_factory=list)
     staleness_mean: list[float] = field(default_factory=list)
     staleness_max: float = 0.0
-    samples_s: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
+    """Samples/s of each step of this launch but its first."""
     evals: dict[int, Evaluation] = field(default_factory=dict)
     stalled: Stall | None = None
     """Why nothing moves; None while something does (monitor/watchdog.py)."""
@@ -71,13 +76,17 @@ class Board:
         default_factory=lambda: deque(maxlen=DEADLINES)
     )
     """The last deadlines that have passed: when, whose, and the event."""
-    first_step_s: float | None = None
+    clock: RunClock = field(default_factory=RunClock)
+    """Of the whole run, former launches included."""
     startup: Startup = field(default_factory=Startup)
     training_began: float | None = None
+    ended: bool = False
+    """Whether this launch has written its last event: its clock stands still."""
     meter: Meter = field(default_factory=Meter)
     """All records since then, for the advice."""
     last_step_at: float = 0.0
-    first: dict[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
+    _stepped: bool = False
+    """Whether this launch has trained a batch."""
     _pids: dict[tuple[str, int], int | None] = field(default_factory=dict)
     _generated: deque[tuple[float, float]] = field(default_factory=deque)
     """Time and tokens of the last steps: two, and as many as `PACE_S` needs."""
@@ -97,11 +106,14 @@ class Board:
         current = record["incarnation"] >= self.incarnation
         if event is not None and event["event"] == "publication" and current:
             self.version = record["version"]
+        if event is not None and event["event"] == "ended":
+            self.ended = True
         if event is not None and event["event"] == "deadline_passed":
             role = record["role"]
             name = role if role == "launcher" else f"{role}-{record['rank']}"
             self.deadlines.append((time.monotonic(), name, event))
-        if self.first_step_s is None:
+        self.clock.write(record)
+        if not self._stepped:
             self.startup.write(record, time.monotonic() - self.started)
         self.fleet.heard(record, time.monotonic())
         if record["metrics"]:
@@ -131,14 +143,10 @@ class Board:
             self.learner = now
             if record.get("waits") is None:  # not a pulse
                 self._learner_step(record)
-        if self.training_began is not None and _whole(metrics) > 0:
-            if restarted:
-                self.first[(role, rank)] = metrics
-            self.first.setdefault((role, rank), metrics)
 
     def _count_tokens(self, before: Mapping[str, float], metrics: Mapping[str, float]) -> None:
         last = before.get("actor/generated_tokens", 0.0)
-        self._tokens += max(metrics.get("actor/generated_tokens", last) - last, 0.0)
+        self._tokens += growth(last, metrics.get("actor/generated_tokens", last))
 
     def _learner_step(self, record: Mapping[str, Any]) -> None:
         metrics = record["metrics"]
@@ -148,10 +156,9 @@ class Board:
         self._generated.append((now, self._tokens))
         while len(self._generated) > 2 and now - self._generated[1][0] >= PACE_S:
             self._generated.popleft()
-        if self.first_step_s is not None:
-            self.samples_s.append(self.config.learner.batch_size / (now - self.last_step_at))
-        else:
-            self.first_step_s = now - self.started
+        if self._stepped:
+            self.paces.append(self.config.learner.batch_size / (now - self.last_step_at))
+        self._stepped = True
         self.step, self.last_step_at = record["step"], now
         self._take_batch(metrics)
 
@@ -163,21 +170,24 @@ class Board:
             self.staleness_max = max(self.staleness_max, metrics["staleness/head/max"])
 
     def remember(self, lines: Iterable[Mapping[str, Any]], step: int, version: Version) -> None:
-        """Take up what a run's records tell of its batches up to `step`, where it goes on."""
-        told = {
-            line["step"]: line["metrics"] for line in lines
-            if line["role"] == "learner" and line["rank"] == 0
-            and line["step"] <= step and "loss/tokens" in line["metrics"]
-        }  # fmt: skip
-        for _, metrics in sorted(told.items()):
-            self._take_batch(metrics)
+        """Take up what a file of a run's records or events tells of its clocks, and of its batches
+        up to `step`, where it goes on."""
+        told: dict[int, Mapping[str, float]] = {}
+        for line in lines:
+            self.clock.write(line)
+            if (line["role"], line["rank"]) == ("learner", 0) and line["step"] <= step:
+                metrics = line.get("metrics", {})  # an event has none
+                if "loss/tokens" in metrics:
+                    told[line["step"]] = metrics
+        for _, batch in sorted(told.items()):
+            self._take_batch(batch)
         self.step = self.began_at = step
         self.version, self.incarnation = version.version, version.incarnation
 
     def went_back(self, step: int, version: Version) -> None:
         """The learner goes on from batch `step`: what came after it is trained once more."""
         again = max(0, self.step - step)
-        for values in (self.rewards, self.staleness_mean, self.samples_s):
+        for values in (self.rewards, self.staleness_mean, self.paces):
             del values[len(values) - min(again, len(values)) :]
         self.step, self.version, self.incarnation = step, version.version, version.incarnation
 
@@ -191,9 +201,9 @@ class Board:
 
     def seconds_left(self) -> float | None:
         """Time to the last step at the pace of the last steps; None before the second step."""
-        if not self.samples_s or self.training_began is None:
+        if not self.paces or self.training_began is None:
             return None
-        recent = self.samples_s[-10:]
+        recent = self.paces[-10:]
         pace = len(recent) / sum(1 / s for s in recent)
         return (self.config.run.steps - self.step) * self.config.learner.batch_size / pace
 
@@ -219,30 +229,26 @@ class Board:
         left = {v.name for v in self.fleet.ordered() if v.state == "left"}
         return [a for rank, a in list(self.actors.items()) if f"actor-{rank}" not in left]
 
+    @property
+    def first_step_s(self) -> float | None:
+        """Seconds from this launch's command to the end of its first step."""
+        return self.clock.first_step_s if self._stepped else None
+
+    def elapsed_s(self) -> float:
+        """How long the run has lived: its launches from their commands on, the time between them
+        left out."""
+        if self.ended:
+            return self.clock.elapsed_s
+        return self.lived_s + time.monotonic() - self.started
+
     def busy_shares(self) -> dict[str, float]:
-        """Share of its own work in each side's time since training began."""
-        actors = [
-            _busy(self.first[("actor", rank)], last, ("generate", "reward"))
-            for rank, last in list(self.actors.items())
-            if ("actor", rank) in self.first
-        ]
-        first = self.first.get(("learner", 0), {})
+        """Share of its own work in each side's time since training began, in this launch."""
+        window = self.meter.window()
         return {
-            "learner": _busy(first, self.learner, ("train",)),
-            "actors": sum(actors) / len(actors) if actors else 0.0,
+            "learner": window.share("learner", "train"),
+            "actors": window.share("actor", "generate", "reward"),
         }
 
     def position(self) -> tuple[int, Version]:
         """Last step and published version, for the launcher's own records."""
         return self.step, Version(self.incarnation, self.version)
-
-
-def _whole(metrics: Mapping[str, float]) -> float:
-    """Seconds that a record's time shares add up to."""
-    return sum(metrics.get(f"time/{s}_s", 0.0) for s in STATES)
-
-
-def _busy(first: Mapping[str, float], last: Mapping[str, float], own: tuple[str, ...]) -> float:
-    spent = {s: last.get(f"time/{s}_s", 0.0) - first.get(f"time/{s}_s", 0.0) for s in STATES}
-    whole = sum(spent.values())
-    return sum(spent[s] for s in own) / whole if whole > 0 else 0.0

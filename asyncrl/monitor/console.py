@@ -125,7 +125,7 @@ class ConsoleView:
             f"  staleness {m.get('staleness/head/mean', 0):.2f}"
             f" max {m.get('staleness/head/max', 0):.0f}"
             f"  generate {b.gen_tok_s():.0f} tok/s"
-            f"  train {m.get('throughput/train_tok_s', 0):.0f} tok/s"
+            f"  train {m.get('throughput/train_tok_s', 0):.0f} tok/s with prompts"
             f"  ess {m.get('is/ess_frac', float('nan')):.2f}"
             f"  left {clock(b.seconds_left())}"
         )
@@ -159,8 +159,8 @@ class ConsoleView:
         )
         row(
             "train",
-            f"{m.get('throughput/train_tok_s', 0):.0f} tok/s   ranks {c.cluster.learners}"
-            f"   waiting {share(m.get('idle/trainer_frac'))}",
+            f"{m.get('throughput/train_tok_s', 0):.0f} tok/s with prompts"
+            f"   ranks {c.cluster.learners}   waiting {share(m.get('idle/trainer_frac'))}",
         )
         for label, text in self._buffer_rows():
             row(label, text)
@@ -179,8 +179,8 @@ class ConsoleView:
         return [
             (
                 "buffer",
-                f"{gauges.get('queue/depth', 0):.0f} of {gauges.get('queue/capacity', 0):.0f}"
-                f" samples queued   {counts.get('leased', 0)} leased",
+                f"{counts.get('held', 0)} of {gauges.get('queue/capacity', 0):.0f} samples alive"
+                f"   {gauges.get('queue/depth', 0):.0f} waiting   {counts.get('leased', 0)} leased",
             ),
         ]
 

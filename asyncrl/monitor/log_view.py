@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -33,9 +34,10 @@ def show(
     known = sorted(p.stem for p in (folder / "logs").glob("*.log"))
     if role and not any(n == role or n.rpartition("-")[0] == role for n in known):
         raise UserError(f"--role {role}: {folder} has the logs of {', '.join(known) or 'nobody'}")
-    reader, colour = LogReader(folder, role), out.isatty()
+    reader = LogReader(folder, role, since=after if since else None)
+    colour = out.isatty()
 
-    def put(entries: list[Entry]) -> None:
+    def put(entries: Iterable[Entry]) -> None:
         for entry in entries:
             if entry.time < after or not entry.at_least(least):
                 continue
@@ -45,7 +47,7 @@ def show(
                 print("\n".join(shown(entry, colour=colour)), file=out)
         out.flush()
 
-    put(reader.update(whole=not follow))
+    put(reader.stream(whole=not follow))
     while follow:
         over = _over(folder)  # before the last look: what came meanwhile is seen
         entries = reader.update(whole=over)
@@ -61,8 +63,8 @@ def _over(folder: Path) -> bool:
 
     try:
         return bool(why_over(folder, read(folder)))
-    except UserError:
-        return False  # it has not written its status yet
+    except UserError:  # it has not written its status yet, or that cannot be read
+        return (folder / "summary.json").exists()
 
 
 def _age(text: str) -> float:

@@ -9,13 +9,17 @@ print, a crash) is wrapped as an entry of its own, with the time of the one befo
 
 from __future__ import annotations
 
+import heapq
 import re
 import time
 from calendar import timegm
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from asyncrl.monitor import words
+from asyncrl.monitor.log_since import place_of
 from asyncrl.monitor.words import clean
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -23,7 +27,9 @@ RAW = "raw"
 """The logger of a line that no logger wrote."""
 LONGEST = 4_000
 """Characters of a line that are kept."""
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 256 << 10
+HEAD_BYTES = 64 << 10
+"""In which a log names its run."""
 TAIL_BYTES = 64 << 10
 
 _OURS = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\.(\d{3})Z ([A-Z]+) (\S+): (.*)", re.DOTALL)
@@ -87,36 +93,53 @@ class _File:
     """Whether the traceback has come to its last line, the error's."""
     ready: list[Entry] = field(default_factory=list)
 
-    def read(self, whole: bool) -> list[Entry]:
+    def read(self, whole: bool) -> Iterator[Entry]:
         """The entries that ended since the last call; with `whole` the last one too."""
-        try:
-            file = open(self.path, "rb")  # noqa: SIM115
-        except OSError:
-            return []
         grew = False
-        with file:
-            if file.seek(0, 2) < self.at:
-                self.at, self.rest = 0, b""  # another file
-            file.seek(self.at)
-            while data := file.read(CHUNK_BYTES):
-                grew = True
-                self.at += len(data)
-                *lines, self.rest = (self.rest + data).split(b"\n")
-                for line in lines:
-                    self._take(line.decode("utf-8", "replace").rpartition("\r")[2][:LONGEST])
-        if (whole or not grew) and self.last is not None:
+        while data := self._chunk():
+            grew = True
+            self.at += len(data)
+            *lines, self.rest = (self.rest + data).split(b"\n")
+            for line in lines:
+                self._take(line.decode("utf-8", "replace").rpartition("\r")[2][:LONGEST])
+            yield from self._taken()
+        if whole or not grew:
             self._end()
+        yield from self._taken()
+
+    def _chunk(self) -> bytes:
+        """What follows. The file is not held open: there may be many, each read bit by bit."""
+        try:
+            with open(self.path, "rb") as file:
+                if file.seek(0, 2) < self.at:
+                    self.at, self.rest = 0, b""  # another file
+                file.seek(self.at)
+                return file.read(CHUNK_BYTES)
+        except OSError:
+            return b""
+
+    def _taken(self) -> list[Entry]:
         found, self.ready = self.ready, []
         return found
 
     def skip_to_tail(self) -> None:
         """Begin with the last TAIL_BYTES."""
-        size = self.path.stat().st_size
-        if size > TAIL_BYTES:
-            with open(self.path, "rb") as file:
+        with suppress(OSError), open(self.path, "rb") as file:
+            if (size := file.seek(0, 2)) > TAIL_BYTES:
                 file.seek(size - TAIL_BYTES)
                 file.readline()
                 self.at = file.tell()
+
+    def first_run_id(self) -> str:
+        """The run that its beginning names; empty where that says nothing."""
+        try:
+            with open(self.path, "rb") as file:
+                head = file.read(HEAD_BYTES).decode("utf-8", "replace")
+        except OSError:
+            return ""
+        begins = (_BEGIN.fullmatch(ours[5]) for line in head.split("\n")
+                  if (ours := _OURS.match(line)))  # fmt: skip
+        return next((begin[1] for begin in begins if begin), "")
 
     def _take(self, line: str) -> None:
         if self._continues(line):
@@ -193,6 +216,10 @@ class _File:
         return time.mktime(time.strptime(f"{year} {stamp}", f"%Y {form}"))
 
 
+def _time(entry: Entry) -> float:
+    return entry.time
+
+
 def _recognised(line: str) -> bool:
     return any(form.match(line) for form in (_OURS, _VLLM, _RAY, _GLOG))
 
@@ -204,29 +231,55 @@ class LogReader:
         folder: of the run.
         role: only the logs whose name begins so, e.g. "actor" or "actor-0".
         tail: begin with the end of each log.
+        since: what is older, in seconds since 1970, may be left out.
     """
 
-    def __init__(self, folder: Path, role: str = "", *, tail: bool = False) -> None:
-        self._folder, self._role, self._tail = folder / "logs", role, tail
+    def __init__(
+        self, folder: Path, role: str = "", *, tail: bool = False, since: float | None = None
+    ) -> None:
+        self._folder, self._role, self._tail, self._since = folder / "logs", role, tail, since
         self._files: dict[Path, _File] = {}
 
     def update(self, *, whole: bool = False) -> list[Entry]:
         """New entries. One that may still grow (a traceback) comes with the next call, or now if
         `whole`."""
+        return sorted(self._entries(whole), key=_time)
+
+    def stream(self, *, whole: bool = False) -> Iterator[Entry]:
+        """As `update`, one by one: of each log a piece is in memory. Within a log the order of its
+        lines counts."""
+        self._look()
+        return heapq.merge(
+            *(self._named(f, f.read(whole)) for f in self._files.values()), key=_time
+        )
+
+    def _entries(self, whole: bool) -> Iterator[Entry]:
+        self._look()
+        for file in self._files.values():
+            yield from self._named(file, file.read(whole))
+
+    def _look(self) -> None:
         for path in sorted(self._folder.glob("*.log")):
             if path not in self._files and self._wanted(path.stem):
-                role, _, rank = path.stem.rpartition("-")
-                named = bool(role) and rank.isdigit()
-                file = _File(path, role if named else path.stem, int(rank) if named else 0)
+                role, rank = words.numbered(path.stem)
+                file = _File(path, words.text(role), rank or 0)
                 if self._tail:
                     file.skip_to_tail()
+                elif self._since is not None:
+                    with suppress(OSError):
+                        file.at, file.run_id = place_of(path, self._since)
                 self._files[path] = file
-        found = [entry for file in self._files.values() for entry in file.read(whole)]
-        run_ids = {e.run_id for e in found if e.run_id}
-        if len(run_ids) == 1:  # what was printed before the first line, too
-            known = run_ids.pop()
-            found = [e if e.run_id else replace(e, run_id=known) for e in found]
-        return sorted(found, key=lambda e: e.time)
+
+    def _named(self, file: _File, entries: Iterator[Entry]) -> Iterator[Entry]:
+        """With the run in what was printed before a log's first line, or where none has one."""
+        known: str | None = None
+        for entry in entries:
+            if not entry.run_id:
+                if known is None:
+                    ids = {f.first_run_id() for f in self._files.values()} - {""}
+                    known = file.first_run_id() or (ids.pop() if len(ids) == 1 else "")
+                entry = replace(entry, run_id=known)
+            yield entry
 
     def _wanted(self, stem: str) -> bool:
         return not self._role or stem == self._role or stem.rpartition("-")[0] == self._role

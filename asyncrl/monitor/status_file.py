@@ -8,7 +8,8 @@
      "ledger": {"counts", "gauges", "conserved", "waiting_for"},
      "stalled": {"for_s", "why"}, "deadlines": [{"role", "what", "on", "waited_s", "ago_s"}]}
 
-`state` is running or ended; a value that is not known is null. Times are seconds, `updated_at`
+`state` is running or ended; a value that is not known is null. `elapsed_s` is of all launches, the
+time between them left out. Times are seconds, `updated_at`
 and `process_started` since the epoch; `process_ticks` is the same on a clock that nobody sets:
 clock ticks since boot. `record_age_s` is the time since the hub heard of the role
 (a record a second); when the buffer heard of an actor is the gauge `heartbeat_age_s/ACTOR`.
@@ -32,8 +33,9 @@ import psutil
 
 from asyncrl.disk import trouble
 from asyncrl.monitor.board import Board
-from asyncrl.monitor.fleet_view import RoleView
+from asyncrl.monitor.fleet_view import RoleView, RoleWait
 from asyncrl.monitor.process import start_ticks
+from asyncrl.wire import Stats
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +54,12 @@ def snapshot(board: Board) -> dict[str, Any]:
         "steps": board.config.run.steps,
         "version": board.version,
         "reward": board.rewards[-1] if board.rewards else None,
-        "elapsed_s": round(now - board.started, 1),
+        "elapsed_s": round(board.elapsed_s(), 1),
         "left_s": _rounded(board.seconds_left()),
         "actors": board.fleet.actors,
         "control": board.control,
         "prometheus": board.prometheus,
-        "roles": [_role(view, now) for view in board.fleet.ordered()],
+        "roles": [_role(view, now, stats) for view in board.fleet.ordered()],
         "ledger": None if stats is None else {
             "counts": stats.counts, "gauges": stats.gauges, "conserved": stats.conserved,
             "waiting_for": stats.waiting_for,
@@ -73,7 +75,7 @@ def snapshot(board: Board) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _role(view: RoleView, now: float) -> dict[str, Any]:
+def _role(view: RoleView, now: float, stats: Stats | None) -> dict[str, Any]:
     waits = view.open_waits(now)
     return {
         "name": view.name,
@@ -86,11 +88,24 @@ def _role(view: RoleView, now: float) -> dict[str, Any]:
         "record_age_s": None if view.heard is None else round(now - view.heard, 1),
         "open_waits": len(waits),
         "waits": [
-            {"what": w.what, "on": w.on, "age_s": round(w.age_s, 2),
+            {"what": w.what, "on": w.on + _why(w, stats), "age_s": round(w.age_s, 2),
              "deadline_s": _rounded(w.deadline_s)}
             for w in waits[:WAITS_OF_A_ROLE]
         ],
     }  # fmt: skip
+
+
+def _why(wait: RoleWait, stats: Stats | None) -> str:
+    """Why an actor gets no leases, as the buffer last told: admission, bytes or prompts."""
+    if stats is None or not wait.what.startswith("leases "):
+        return ""
+    version = stats.gauges.get(f"needs_version/{wait.role}")
+    if version is not None:
+        return f": admission, it needs version {version:.0f}"
+    short = stats.gauges.get(f"needs_bytes/{wait.role}")
+    if short is not None:
+        return f": bytes, a group takes up to {short / 2**30:.3g} GiB"
+    return ": prompts, none is left" if f"needs_prompts/{wait.role}" in stats.gauges else ""
 
 
 def _rounded(seconds: float | None) -> float | None:

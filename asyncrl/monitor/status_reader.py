@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from asyncrl.config.paths import expand
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
-from asyncrl.monitor import words
+from asyncrl.monitor import status_schema, words
 from asyncrl.monitor.process import start_ticks
+from asyncrl.monitor.reading.plain import load
 from asyncrl.monitor.summary import ledger_line
 from asyncrl.wire import Stats
 
@@ -23,8 +25,70 @@ LATE_S = 10.0
 """A launcher that has not written for this long is in trouble."""
 SAME_START_S = 60.0
 """A process's start as the system tells it moves when its clock is set."""
+UNKNOWN = "unknown"
+"""State of a role that lived when the launcher was last heard of."""
+OVER = ("dead", "left", "finished")
+"""States that do not change any more, whatever became of the launcher."""
 
 Status = dict[str, Any]
+
+
+class NoStatusError(UserError):
+    """The run has no status.json yet."""
+
+
+class Standing(NamedTuple):
+    """How much of a status.json is still so."""
+
+    kind: Literal["alive", "silent", "gone", "ended"]
+    """silent: the launcher should have written since; gone: it is not alive any more."""
+    ago_s: float
+    """Seconds since it was written."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it tells what is, or how it ended, and not only what was."""
+        return self.kind in ("alive", "ended")
+
+
+def standing(folder: Path, s: Status) -> Standing:
+    """How much of a run's status is still so."""
+    ago = max(time.time() - s["updated_at"], 0.0)
+    if _summary(folder) or s["state"] == "ended":
+        return Standing("ended", ago)
+    if s["host"] == socket.gethostname() and not _alive(s):
+        return Standing("gone", ago)
+    return Standing("silent" if ago > LATE_S else "alive", ago)
+
+
+def as_known(role: Status, now: Standing) -> Status:
+    """A role as far as it is known: its age grows on while nothing is heard, a deadline does not.
+
+    Args:
+        role: of status.json, written when the launcher was last heard of.
+    """
+    if now.kind == "ended":
+        state = "ended" if role["state"] != "dead" else "dead"
+        return role | {"state": state, "record_age_s": None, "phase": None, "waits": [],
+                       "open_waits": 0}  # fmt: skip
+    if now.known or role["state"] in OVER:
+        return role
+    age = role["record_age_s"]
+    return role | {
+        "state": UNKNOWN, "record_age_s": None if age is None else age + now.ago_s,
+        "waits": [wait | {"deadline_s": None} for wait in role["waits"]],
+    }  # fmt: skip
+
+
+def how_to_go_on(folder: Path, now: Standing) -> str:
+    """The command that resumes a run that is over and did not finish; empty without checkpoints."""
+    if now.kind not in ("gone", "ended") or _summary(folder).get("ended") == "finished":
+        return ""
+    if next(folder.glob("checkpoints/step-*/meta.json"), None) is None:
+        return ""
+    usual = Path("runs", folder.name)
+    named = usual.is_dir() and usual.resolve() == folder.resolve()
+    return f"asyncrl launch --resume {shlex.quote(folder.name if named else str(folder))}"
 
 
 def find(run: str, directory: Path) -> Path:
@@ -42,7 +106,7 @@ def find(run: str, directory: Path) -> Path:
         if not names:
             raise UserError(f"no run in {directory}: name one, or its folder with --dir")
         return max(names.values(), key=lambda p: p.stat().st_mtime).parent
-    for folder in (Path(run).expanduser(), directory / run):
+    for folder in (expand(run, "RUN"), directory / run):
         if _is_run(folder):
             return folder
     raise UserError(
@@ -55,44 +119,50 @@ def _is_run(folder: Path) -> bool:
 
 
 def read(folder: Path) -> Status:
-    """The content of its status.json.
+    """The content of its status.json, its fields checked.
 
     Raises:
-        UserError: there is none yet, or it is not one.
+        NoStatusError: there is none yet.
+        UserError: it is not one.
     """
     path = folder / "status.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load(path)
         if content["schema"] != 1:
             raise ValueError(f"schema {content['schema']}, this asyncrl reads 1")
+        status_schema.check(content)
     except FileNotFoundError:
-        raise UserError(
+        raise NoStatusError(
             f"{folder} has no status.json: the run has only just begun, or is older than this file"
         ) from None
-    except (ValueError, KeyError, TypeError, RecursionError, OSError) as e:
+    except (ValueError, KeyError, TypeError, OSError) as e:
         raise UserError(f"{path} is not a run's status: {type(e).__name__}: {e}") from e
     return dict(content)
 
 
 def describe(folder: Path, s: Status) -> Iterator[str]:
     """The status in lines, for people."""
-    summary = _summary(folder)
+    summary, now = _summary(folder), standing(folder, s)
     yield f"run       {s['run']}   {folder}"
     yield f"state     {_state(s, summary)}"
+    if go_on := how_to_go_on(folder, now):
+        yield f"go on     {go_on}"
     reward = "-" if s["reward"] is None else f"{s['reward']:.3f}"
-    left = "" if summary else f", {words.clock(s['left_s'])} left"
+    left = f", {words.clock(s['left_s'])} left" if now.kind == "alive" else ""
     yield (
         f"step      {s['step']}/{s['steps']}   version {s['version']}   reward {reward}"
         f"   {words.clock(s['elapsed_s'])} gone{left}"
     )
-    if s.get("actors") is not None and not summary:  # an older file has none
-        yield _actors(s["roles"], s["actors"])
-    yield from _roles(s["roles"], ended=bool(summary))
-    if s.get("stalled") and not summary:
-        yield f"stalled   {words.age(s['stalled']['for_s'])}: {s['stalled']['why']}"
+    if s.get("actors") is not None and now.kind != "ended":  # an older file has none
+        yield _actors(s["roles"], s["actors"]) + ("" if now.known else ", when last told")
+    yield from _roles([as_known(role, now) for role in s["roles"]], now)
+    if s.get("stalled") and now.kind != "ended":
+        when = "" if now.known else ", when last told"
+        yield f"stalled   {words.age(s['stalled']['for_s'])}{when}: {s['stalled']['why']}"
     for d in s.get("deadlines", ()):
         target = f"{d['what']} on {d['on']}" if d["on"] else d["what"]
-        ago = "" if summary else f", {words.age(d['ago_s'])} ago"
+        passed = d["ago_s"] + (0.0 if now.known else now.ago_s)
+        ago = "" if now.kind == "ended" else f", {words.age(passed)} ago"
         yield f"deadline  {d['role']} gave up after {words.age(d['waited_s'])} for {target}{ago}"
     if s["ledger"] is not None:
         stats = Stats(
@@ -120,8 +190,8 @@ def why_over(folder: Path, s: Status) -> str:
 def _summary(folder: Path) -> Status:
     """What the run wrote at its end; nothing before."""
     try:
-        content = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        return {"ended": content["ended"], "reason": content.get("reason", "")}
+        content = load(folder / "summary.json")
+        return {"ended": str(content["ended"]), "reason": str(content.get("reason") or "")}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -160,16 +230,15 @@ def _actors(roles: list[Status], wanted: int) -> str:
     return f"actors    {states['alive']} of {wanted} alive{leaving}"
 
 
-def _roles(roles: list[Status], ended: bool) -> Iterator[str]:
-    rows = [("role", "state", "pid", "restarts", "version", "heard", "waits")]
+def _roles(roles: list[Status], now: Standing) -> Iterator[str]:
+    rows = [("role", "state", "pid", "restarts", "version", "heard",
+             "waits" if now.known else "waited then")]  # fmt: skip
     for r in roles:
-        heard = None if ended else r["record_age_s"]
-        state = "ended" if ended and r["state"] != "dead" else r["state"]
+        heard = r["record_age_s"]
         rows.append((
-            r["name"], state, "-" if r["pid"] is None else str(r["pid"]),
+            r["name"], r["state"], "-" if r["pid"] is None else str(r["pid"]),
             str(r["restarts"]), "-" if r["version"] is None else str(r["version"]),
-            "-" if heard is None else f"{words.age(heard)} ago",
-            "-" if ended else _waits(r),
+            "-" if heard is None else f"{words.age(heard)} ago", _waits(r),
         ))  # fmt: skip
     widths = [max(len(row[k]) for row in rows) for k in range(6)]
     for row in rows:
@@ -184,4 +253,4 @@ def _waits(role: Status) -> str:
     if not role["waits"]:
         return "-"
     more = f" (and {role['open_waits'] - 1} more)" if role["open_waits"] > 1 else ""
-    return words.wait(**role["waits"][0]) + more
+    return words.wait_of(role["waits"][0]) + more

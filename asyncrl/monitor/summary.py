@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,13 +37,14 @@ def scored(evaluation: Evaluation, asked: int) -> str:
 
 def startup_line(board: Board) -> str:
     """How the time to the first step was spent, in words; phases of one kind ran side by side."""
-    if board.first_step_s is None:
+    if (seconds := board.first_step_s) is None:
         return ""
+    launch = " of this launch" if board.lived_s else ""
     first = board.startup.first_token_s
     token = f", first token after {first:.1f} s" if first is not None else ""
-    parts = [f"{name} {seconds:.1f}" for name, seconds in board.startup.longest().items()]
+    parts = [f"{name} {took:.1f}" for name, took in board.startup.longest().items()]
     side = f" ({', '.join(parts)}; side by side)" if parts else ""
-    return f"first step after {board.first_step_s:.1f} s{token}{side}"
+    return f"first step{launch} after {seconds:.1f} s{token}{side}"
 
 
 def last_lines(board: Board, stats: Stats | None, ended: str, reason: str) -> Iterator[str]:
@@ -65,14 +65,15 @@ def last_lines(board: Board, stats: Stats | None, ended: str, reason: str) -> It
 def summary_of(
     board: Board, stats: Stats | None, ended: str, run_id: str, reason: str
 ) -> dict[str, Any]:
-    """The content of summary.json; null where there is no value."""
+    """The content of summary.json; null where there is no value.
+
+    `training_s`, `samples_s` and `total_s` are of all launches (monitor/reading/clock.py); `busy`,
+    `advice`, `startup`, `first_token_s` and `first_step_s` are of the last one.
+    """
 
     def median(values: list[float]) -> float | None:
         return statistics.median(values) if values else None
 
-    trained_s = None
-    if board.training_began is not None and board.step:
-        trained_s = board.last_step_at - board.training_began
     return {
         "run_id": run_id,
         "ended": ended,
@@ -94,7 +95,7 @@ def summary_of(
             "head_mean_p50": median(board.staleness_mean),
             "head_max": board.staleness_max if board.staleness_mean else None,
         },
-        "samples_s": median(board.samples_s),
+        "samples_s": board.clock.samples_s,
         "busy": board.busy_shares(),
         "advice": as_json(advise(board.meter.window(), board.config)),
         "first_token_s": board.startup.first_token_s,
@@ -103,6 +104,6 @@ def summary_of(
             {"role": p.role, "phase": p.name, "seconds": p.seconds, "ended_s": p.ended_s}
             for p in board.startup.phases
         ],
-        "training_s": trained_s,
-        "total_s": time.monotonic() - board.started,
+        "training_s": board.clock.training_s,
+        "total_s": board.elapsed_s(),
     }

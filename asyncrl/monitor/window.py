@@ -6,20 +6,25 @@ RunHistory (files) ──► of_history ─┘
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.metrics import STATES
 from asyncrl.monitor.reading.history import RunHistory, Source
+from asyncrl.monitor.reading.totals import growth
 
 TIMES = {f"time/{s}_s": s for s in STATES}
+LATELY = ("reward/zero_std_frac", "rollout/truncated_frac")
+"""Of MEANS, those that change as a run learns: advice looks at the last batches alone."""
+LAST = 10
+"""Batches of which that is the mean."""
 MEANS = (
     "is/ess_frac", "rollout/response_tokens/mean", "rollout/response_tokens/max",
-    "rollout/truncated_frac", "staleness/head/mean", "throughput/samples_s", "samples/len_bias",
-    "queue/depth", "queue/capacity", "actor/in_flight", "actor/scoring", "kl/mismatch_k3",
-    "kl/drift_k3",
+    *LATELY, "staleness/head/mean", "samples/len_bias", "queue/depth",
+    "queue/capacity", "actor/in_flight", "actor/scoring", "kl/mismatch_k3",
+    "kl/drift_k3", "reward/shaped_mean",
 )  # fmt: skip
 """Metrics that advice looks at, besides times and totals."""
 TOTALS = ("samples/dispatched", "samples/trained")
@@ -41,6 +46,8 @@ class Window:
     """Of MEANS, those that were written."""
     totals: Mapping[str, float]
     """Of TOTALS, what came in the window."""
+    lately: Mapping[str, float] = field(default_factory=dict)
+    """Of LATELY, the means over the last batches."""
 
     def share(self, role: str, *states: str) -> float:
         """Share of these states together in the time of a role's processes."""
@@ -57,10 +64,10 @@ class _Totals:
     def add(self, values: Mapping[str, float]) -> None:
         # A state that was never entered has no value: all of them together tell of a restart.
         lived, before = (sum(v for k, v in x.items() if k in TIMES) for x in (values, self.last))
-        fell = 0 < lived < before
-        if self.last and not fell:
+        fell = lived > 0 and growth(before, lived) == lived
+        if self.last:
             for name, value in values.items():
-                self.grown[name] += value - self.last.get(name, 0.0)
+                self.grown[name] += growth(0.0 if fell else self.last.get(name, 0.0), value)
         self.last = dict(values) if fell else {**self.last, **values}
 
 
@@ -70,6 +77,7 @@ class Meter:
     def __init__(self) -> None:
         self._totals: dict[Source, _Totals] = defaultdict(_Totals)
         self._sums: dict[str, tuple[float, int]] = {}
+        self._last: dict[str, deque[float]] = {n: deque(maxlen=LAST) for n in LATELY}
         self._began: float | None = None
         self._ended = 0.0
 
@@ -86,6 +94,8 @@ class Meter:
             if name in metrics and _speaks(source, name):
                 total, n = self._sums.get(name, (0.0, 0))
                 self._sums[name] = (total + metrics[name], n + 1)
+                if name in self._last:
+                    self._last[name].append(metrics[name])
 
     def window(self) -> Window:
         """All that was added."""
@@ -102,6 +112,7 @@ class Meter:
             {role: _shares(states) for role, states in spent.items()},
             {name: total / n for name, (total, n) in self._sums.items()},
             dict(totals),
+            {name: sum(last) / len(last) for name, last in self._last.items() if last},
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def clock(seconds: float | None) -> str:
@@ -11,7 +13,7 @@ def clock(seconds: float | None) -> str:
     >>> clock(65.2), clock(7_205), clock(None)
     ('1:05', '2:00:05', '-')
     """
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(int(seconds), 60)
     if minutes < 60:
@@ -46,6 +48,11 @@ def wait(what: str, on: str, age_s: float, deadline_s: float | None = None) -> s
     return f"{age(age_s)} for {target}{left}"
 
 
+def wait_of(told: Mapping[str, Any]) -> str:
+    """A wait of status.json in words, whatever else a later asyncrl says of it."""
+    return wait(told["what"], told["on"], told["age_s"], told.get("deadline_s"))
+
+
 def names(roles: Sequence[str]) -> str:
     """Roles of one kind, briefly.
 
@@ -55,11 +62,11 @@ def names(roles: Sequence[str]) -> str:
     kinds: dict[str, list[int]] = {}
     alone = []
     for role in roles:
-        kind, dash, rank = role.rpartition("-")
-        if dash and rank.isdigit():
-            kinds.setdefault(kind, []).append(int(rank))
-        else:
+        kind, rank = numbered(role)
+        if rank is None:
             alone.append(role)
+        else:
+            kinds.setdefault(kind, []).append(rank)
     return " ".join(alone + [f"{kind}-{_ranks(sorted(ranks))}" for kind, ranks in kinds.items()])
 
 
@@ -69,8 +76,38 @@ def by_number(role: str) -> tuple[str, int]:
     >>> sorted(["actor-10", "actor-9"], key=by_number)
     ['actor-9', 'actor-10']
     """
-    kind, _, rank = role.rpartition("-")
-    return kind, int(rank) if rank.isdigit() else 0
+    kind, rank = numbered(role)
+    return kind, rank or 0
+
+
+def numbered(name: str) -> tuple[str, int | None]:
+    """Kind and rank of a role by its name, or all of a name that has no rank.
+
+    >>> numbered("actor-3"), numbered("launcher"), numbered("actor-x")
+    (('actor', 3), ('launcher', None), ('actor-x', None))
+    """
+    kind, dash, end = name.rpartition("-")
+    rank = whole(end) if dash else None
+    return (name, None) if rank is None else (kind, rank)
+
+
+def whole(found: str) -> int | None:
+    """A whole number below a milliard, written in figures; None for anything else.
+
+    >>> whole("12"), whole("x"), whole("\u00b2")
+    (12, None, None)
+    """
+    return int(found) if found.isascii() and found.isdecimal() and len(found) <= 9 else None
+
+
+def text(found: str) -> str:
+    r"""Text of others that can be encoded: half a character, which is also what a file's name has
+    in the place of a byte that is none of UTF-8, is written out.
+
+    >>> text("a\udcff")
+    'a\\udcff'
+    """
+    return found.encode("utf-8", "backslashreplace").decode()
 
 
 def clean(text: str, keep: str = "") -> str:
@@ -82,6 +119,12 @@ def clean(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c in keep or c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines that quote others: whatever a command tells of a run."""
+    for line in lines:
+        print(clean(line))
 
 
 def _ranks(ranks: list[int]) -> str:

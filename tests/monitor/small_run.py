@@ -66,9 +66,12 @@ class SmallRun:
                      (("mean", 0.5 + rank), ("max", 1.0 + rank), ("count", 16.0))}  # fmt: skip
         self.metrics(
             {"loss/tokens": 320.0, "loss/policy": -0.1 / s, "loss/entropy": 2.0,
-             "reward/mean": s / 100, "staleness/head/mean": 1.0, "staleness/head/p95": 2.0,
+             "reward/mean": s / 100, "reward/std": 0.25, "reward/zero_std_frac": 0.125,
+             "rollout/truncated_frac": 0.5, "loss/lr": 1e-5,
+             "staleness/head/mean": 1.0, "staleness/head/p95": 2.0,
              "staleness/head/max": 2.0, "staleness/in_flight/mean": 0.4,
              "staleness/limit": 2.0, "queue/get_wait_s": 0.1, "throughput/train_tok_s": 300.0,
+             "throughput/samples_s": 16.0,
              "is/ess_frac": 0.8, "is/clip_frac": 0.01, "kl/drift_k3": 1e-4, "sync/pause_s": 0.05,
              "sync/total_s": 0.3, "sync/version_lag": 1.0, "time/train_s": 1.8 * s,
              "time/get_wait_s": 0.2 * s} | more,

@@ -93,6 +93,35 @@ def test_what_is_wrong_with_the_data_is_told_whatever_the_pace():
     ]  # fmt: skip
 
 
+def test_batches_that_teach_nothing_are_told():
+    alike = Window(60.0, BUSY, {}, {}, {"reward/zero_std_frac": 0.75})
+    (found,) = advise(alike, config())
+    assert (found.kind, found.setting, found.gain) == ("alike", "buffer.filter_zero_variance", None)
+    assert found.text.startswith("75% of the groups of the last batches have rewards that are all")
+    (found,) = advise(alike, config(buffer={"filter_zero_variance": True}))
+    assert (found.setting, "filter" in found.text) == ("task.kind", False)
+    assert advise(alike, config(learner={"advantage": {"estimator": "gae"}})) == []
+    assert advise(replace(alike, means={"reward/shaped_mean": 0.5}), config()) == []
+    assert advise(replace(alike, lately={"reward/zero_std_frac": 0.5}), config()) == []
+
+
+def test_responses_that_end_at_the_limit_are_told():
+    cut = Window(60.0, BUSY, {}, {}, {"rollout/truncated_frac": 0.9})
+    (found,) = advise(cut, config(rollout={"max_new_tokens": 64}))
+    assert (found.kind, found.setting) == ("truncated", "rollout.max_new_tokens")
+    assert "90% of the responses" in found.text
+    assert "rollout.max_new_tokens=64" in found.text
+    assert advise(replace(cut, lately={"rollout/truncated_frac": 0.5}), config()) == []
+
+
+def test_of_a_share_that_changes_the_last_batches_count():
+    lines = [
+        record("learner", 0, k, reward__zero_std_frac=0.0 if k < 20 else 1.0, queue__get_wait_s=1)
+        for k in range(25)
+    ]
+    assert measure(lines).lately == {"reward/zero_std_frac": 0.5}, "of 10 batches"
+
+
 def record(role, rank, wall_s, **metrics):
     named = {k.replace("__", "/"): float(v) for k, v in metrics.items()}
     return {"role": role, "rank": rank, "step": int(wall_s), "version": 0, "incarnation": 0,
@@ -107,7 +136,7 @@ RECORDS = [
     record("actor", 0, 20.0, time__generate_s=10, time__get_wait_s=4, time__idle_s=6,
            actor__in_flight=4),
     record("actor", 1, 15.0, time__generate_s=15, actor__in_flight=2),
-    # actor-1 begins anew: what it did before its first record is not known.
+    # actor-1 begins anew: what it did before its first record is its own, too.
     record("actor", 1, 18.0, time__idle_s=1, actor__in_flight=0),
     record("actor", 1, 21.0, time__idle_s=2, time__generate_s=2, actor__in_flight=4),
     record("buffer", 0, 21.0, samples__dispatched=64, samples__len_bias=0.9),
@@ -119,7 +148,7 @@ RECORDS = [
 def check(found):
     assert found.seconds == pytest.approx(11.0)
     assert found.shares["actor"] == pytest.approx(
-        {"generate": (6 + 5 + 2) / 18, "get_wait": 4 / 18, "idle": 1 / 18}
+        {"generate": (6 + 5 + 2) / 19, "get_wait": 4 / 19, "idle": (1 + 1) / 19}
     )
     assert found.shares["learner"] == pytest.approx({"train": 0.5, "idle": 0.5})
     assert found.means["is/ess_frac"] == pytest.approx(0.6)

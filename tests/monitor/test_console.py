@@ -73,7 +73,7 @@ def test_panel_shows_what_the_records_say(board):
     text = out.getvalue()
     for expected in (
         "2/4   version 2", "0.500", "mean 0.50   max 1   limit 2", "100 tok/s   actors 1/1 alive",
-        "waiting 25 %", "900 tok/s", "3 of 24 samples queued   2 leased",
+        "waiting 25 %", "900 tok/s with prompts", "2 of 24 samples alive   3 waiting   2 leased",
         "2 samples of batch 3, held by actor-0", "0.500 on 8 held out",
     ):  # fmt: skip
         assert expected in text

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.metrics import STATES
-from asyncrl.monitor.figures import heat, kit, learning, rates, staleness, work
+from asyncrl.monitor.figures import heat, kit, learning, staleness, work
 from asyncrl.monitor.figures.catalogue import FIGURES
 from asyncrl.monitor.figures.themes import HUES, template
+from asyncrl.monitor.reading import totals
 from asyncrl.monitor.report.compare import load
 from tests.helpers.metric_names import undocumented
 from tests.monitor.small_run import SmallRun
@@ -48,6 +49,20 @@ def test_lines_have_the_values_of_the_records_on_each_axis(small):
     assert [t["y"][0] for t in staleness.ess(small, "step")["data"]] == [0.8, 0.9, 0.8, 0.7]
 
 
+def test_no_engine_seems_ahead_of_training(small):
+    for axis in AXES:
+        found = named(learning.version(small, axis))
+        (name,) = (n for n in found if n.startswith("learner"))
+        learner = dict(zip(found[name]["x"], found[name]["y"], strict=True))
+        expected = range(10) if axis == "version" else range(1, 11)
+        assert list(learner.values()) == list(expected)
+        if axis == "wall_s":
+            continue
+        for actor in ("actor-0", "actor-1"):
+            at = dict(zip(found[actor]["x"], found[actor]["y"], strict=True))
+            assert all(at[x] <= learner[x] for x in at.keys() & learner.keys())
+
+
 def test_heat_maps_are_shares_of_each_batch(small):
     drawn = heat.staleness(small, "step")["data"][0]
     assert (drawn["y"], drawn["x"]) == (["0", "1", "2"], [float(s) for s in range(1, 11)])
@@ -62,7 +77,7 @@ def test_heat_maps_are_shares_of_each_batch(small):
 
 def test_rates_and_shares_are_those_of_the_totals(small):
     tokens = named(work.tokens(small, "step"))
-    assert tokens["generated"]["y"][2:-1] == pytest.approx([300.0] * 6)
+    assert tokens["generated, responses only"]["y"][2:-1] == pytest.approx([300.0] * 6)
     assert tokens["used"]["y"] == pytest.approx([160.0] * 9)
     samples = named(work.samples(small, "wall_s"))
     middle = [y for x, y in zip(samples["trained"]["x"], samples["trained"]["y"], strict=True)
@@ -83,7 +98,7 @@ def test_a_restarted_process_loses_no_work(tmp_path):
     run = SmallRun(tmp_path, actors=1)
     for second, tokens in enumerate((100.0, 200.0, 50.0, 150.0)):
         run.metrics({"actor/generated_tokens": tokens}, role="actor", wall_s=second)
-    t, c = rates.total(load([run.folder])[0].history, "actor/generated_tokens", ("actor", 0))
+    t, c = totals.total(load([run.folder])[0].history, "actor/generated_tokens", ("actor", 0))
     assert (t.tolist(), c.tolist()) == ([0, 1, 2, 3], [100, 200, 250, 350])
 
 
@@ -93,7 +108,7 @@ def test_what_a_process_did_before_its_first_record_counts(tmp_path):
         run.metrics({"actor/generated_tokens": tokens}, role="actor", wall_s=second)
     history = load([run.folder])[0].history
     times = np.array([0.0, 3.0, 4.0])
-    grown = rates.gained(history, ["actor/generated_tokens"], [("actor", 0)], times)
+    grown = totals.gained(history, ["actor/generated_tokens"], [("actor", 0)], times)
     assert grown.tolist() == [300, 100]
 
 

@@ -210,7 +210,9 @@ def test_what_is_asked_for_must_be_there(shown_run):
 def test_following_ends_with_the_run(shown_run):
     status = {
         "schema": 1, "run": "r", "run_id": "r-1", "state": "ended", "phase": "ending", "pid": 1,
-        "process_started": 0.0, "host": "h", "updated_at": time.time(),
+        "process_started": 0.0, "host": "h", "updated_at": time.time(), "step": 1, "steps": 1,
+        "version": 0, "reward": None, "elapsed_s": 1.0, "left_s": None, "roles": [],
+        "ledger": None,
     }  # fmt: skip
     (shown_run / "status.json").write_text(json.dumps(status))
     out = io.StringIO()
@@ -239,3 +241,40 @@ def test_ray_s_complaints_are_kept(tmp_path, folder):
     assert not [e for e in entries if "job_id" in e.message or "request count" in e.message]
     keep_ray_logs(str(tmp_path / "none"), str(tmp_path / "no.log"))
     assert not (tmp_path / "no.log").exists()
+
+
+def test_the_first_lines_come_before_the_rest_is_read(folder, monkeypatch):
+    from asyncrl.monitor import logs as reading
+
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 1_000)
+    for role in ("actor-0", "actor-1"):
+        write(
+            folder, role, "printed first\n" + ours(NOON, "INFO", f"{role} of run r-1 begins, pid 7")
+        )
+        write(folder, role, "".join(ours(NOON + k, "INFO", f"{role} {k}") for k in range(1, 500)))
+    reader = LogReader(folder)
+    stream = reader.stream(whole=True)
+    assert [next(stream).run_id for _ in range(2)] == ["r-1", "r-1"]
+    assert all(file.at <= 2_000 for file in reader._files.values())
+    rest = list(stream)
+    assert [e.time for e in rest] == sorted(e.time for e in rest)
+    assert len(rest) == 2 * 501 - 2
+    assert rest == LogReader(folder).update(whole=True)[2:]
+
+
+def test_a_log_of_an_odd_name_is_read(folder):
+    for name in ("x-²", f"x-{'9' * 200}"):
+        write(folder, name, ours(NOON, "INFO", "here"))
+        assert LogReader(folder, name).update(whole=True)[0].name == name
+
+
+@pytest.mark.parametrize("after", [0, 1.5, 2, 3.5, 60])
+def test_since_leaves_out_what_is_older_and_nothing_else(folder, after):
+    for launch, at in (("r-1", NOON), ("r-2", NOON + 2)):
+        write(folder, "actor-0", ours(at, "INFO", f"actor-0 of run {launch} begins, pid 7"))
+        write(folder, "actor-0", ours(at + 1, "ERROR", "no") + f"{TRACE}ValueError: no\nraw\n")
+    write(folder, "ray", f"[{local(NOON + 9, '%Y-%m-%d %H:%M:%S')},000 W 11 12] (raylet) late\n")
+    whole = [e for e in LogReader(folder).update(whole=True) if e.time >= NOON + after]
+    some = LogReader(folder, since=NOON + after).update(whole=True)
+    assert [e for e in some if e.time >= NOON + after] == whole
+    assert len(some) <= len(whole) + 3

@@ -44,7 +44,20 @@ def recorded(tmp_path):
     return write
 
 
-def test_the_newest_come_first_two_of_a_group_and_none_that_were_held(recorded, tmp_path):
+def test_what_was_never_trained_is_shown_as_that_after_what_was_settled(recorded, tmp_path):
+    recorded(*((g, 0, "trained") for g in range(3)), (7, 0, "failed"),
+             *((8, k, "held") for k in range(4)), (9, 0, "held"))  # fmt: skip
+    for only, expected in (
+        ("", [7, 2, 1, 0, 9, 8, 8]), ("trained", [2, 1, 0]), ("other", [7, 9, 8, 8])
+    ):  # fmt: skip
+        found = recent_samples(tmp_path, 8, only)
+        assert [s.entry.id.index for s in found] == expected
+    assert panels.samples(tmp_path, "other")[1]["head"].startswith("held, reward 0.500; actor-0")
+    recorded((9, 0, "trained"))  # by the launch that went on
+    assert [s.entry.id.index for s in recent_samples(tmp_path, 8, "other")] == [7, 8, 8]
+
+
+def test_the_newest_come_first_two_of_a_group_and_before_those_that_were_held(recorded, tmp_path):
     recorded(*((g, k, "trained") for g in range(3) for k in range(4)), (9, 0, "held"))
     found = recent_samples(tmp_path, 4)
     assert [(s.entry.id.index, s.entry.id.sample) for s in found] == [

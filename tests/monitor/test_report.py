@@ -3,6 +3,7 @@
 import hashlib
 import html.parser
 import json
+import re
 import sys
 
 import pytest
@@ -103,6 +104,27 @@ def test_compare_says_in_what_runs_differ(command, two, tmp_path):
     data, _ = content_of((tmp_path / "c.html").read_text())
     assert [len(t["x"]) for t in data["figures"]["step"]["loss"]["data"]] == [12, 5]
     assert data["difference"] == [["learner.optim.lr", "1e-05", "2e-05"]]
+
+
+def test_compare_says_how_far_a_run_that_was_stopped_has_come(command, tmp_path):
+    runs = {name: SmallRun(tmp_path, name=name) for name in ("done", "stopped", "killed", "lives")}
+    for run in runs.values():
+        run.grow(5)
+        config = run.folder / "config.yaml"
+        config.write_text(config.read_text().replace("{name: small}", "{name: small, steps: 30}"))
+    for name, steps, ended in (("done", 30, "finished"), ("stopped", 12, "stopped")):
+        summary = {"steps": steps, "ended": ended}
+        (runs[name].folder / "summary.json").write_text(json.dumps(summary))
+    runs["killed"].status(state="ended")
+    code, out, err = command("compare", *(str(run.folder) for run in runs.values()))
+    assert (code, err) == (0, "")
+    row = next(line for line in out.splitlines() if line.startswith("run.steps "))
+    assert re.split("  +", row) == [
+        "run.steps", "30", "12 of 30, stopped", "5 of 30, without a summary", "30"
+    ]  # fmt: skip
+    for summary in ("[]", '{"steps": "x", "ended": 3}', '{"steps": 30, "ended": "stopped"}'):
+        (runs["stopped"].folder / "summary.json").write_text(summary)
+        assert difference(load([runs[name].folder for name in ("done", "stopped")])) == []
 
 
 def test_one_run_is_not_compared_and_a_missing_one_is_named(command, two):

@@ -4,6 +4,7 @@ import io
 import math
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from asyncrl.monitor.samples import show
@@ -82,6 +83,20 @@ def test_pieces_joined_are_the_text_and_a_character_comes_whole(fresh, text):
     assert len(split) == len(ids) == len(text.encode())
     assert "".join(split) == text
     assert [piece for piece in split if piece] == list(text)
+
+
+def test_a_line_of_the_table_fits_whatever_is_written(fresh, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    fresh.trained(*(
+        fresh.sample(0, k, response=text, actor="演員-0" if k else "actor-0")
+        for k, text in enumerate(["漢字" * 40, "two\nlines", r"a\n is no line end", "x" * 200])
+    ))  # fmt: skip
+    lines = printed(fresh, "table", "order", None).split("\n")[:5]
+    assert max(map(cell_len, lines)) <= 100
+    assert lines[2].endswith("two↵lines")
+    assert lines[3].endswith(r"a\n is no line end")
+    starts = [cell_len(line[: line.rindex("  ")]) for line in lines[1:]]
+    assert len(set(starts)) == 1, "columns stand below one another"
 
 
 def test_bytes_that_are_no_text_do_not_hold_up_the_rest(fresh):

@@ -12,6 +12,8 @@ from asyncrl.config.schema import Config, RunConfig
 from asyncrl.errors import UserError
 from asyncrl.monitor.board import Board
 from asyncrl.monitor.fleet_view import FleetView
+from asyncrl.monitor.reading import panels
+from asyncrl.monitor.reading.history import RunHistory
 from asyncrl.monitor.status_file import StatusFile, snapshot
 from asyncrl.monitor.status_reader import describe, find, read
 from asyncrl.wire import Stats
@@ -157,7 +159,7 @@ def test_totals_go_on_over_a_restart_of_an_actor(monkeypatch):
     (then, before), (now, after) = board._generated
     assert (before, after) == (100.0, 175.0)
     assert board.gen_tok_s() == 75.0 / (now - then)
-    assert board.busy_shares()["actors"] == 0.75, "of the new process: 3 s of 4 s"
+    assert board.busy_shares()["actors"] == 13 / 26, "of 20 s of the one, and of 6 s of the other"
 
 
 def test_steps_faster_than_the_actors_tell_do_not_show_a_standstill(monkeypatch):
@@ -229,6 +231,20 @@ def test_snapshot_has_roles_waits_and_ledger(board):
     assert (restarting["record_age_s"], restarting["pid"]) == (None, None)
     assert s["ledger"]["counts"] == COUNTS
     json.dumps(s)
+
+
+@pytest.mark.parametrize(
+    ("gauge", "value", "expected"),
+    [("needs_version/actor-0", 12.0, "buffer-0: admission, it needs version 12"),
+     ("needs_version/actor-1", 12.0, "buffer-0"),
+     ("needs_bytes/actor-0", 2.0**30, "buffer-0: bytes, a group takes up to 1 GiB"),
+     ("needs_prompts/actor-0", 1.0, "buffer-0: prompts, none is left")],
+)  # fmt: skip
+def test_why_an_actor_gets_no_leases_is_told(board, gauge, value, expected):
+    board.write(record("actor", 0, waits=[wait("leases for 1 sample", "buffer-0", 3.0)]))
+    board.stats = Stats(counts=COUNTS, gauges={gauge: value}, conserved=True, state="running")
+    actor = next(r for r in snapshot(board)["roles"] if r["name"] == "actor-0")
+    assert actor["waits"][0]["on"] == expected
 
 
 def test_the_file_follows_the_board_until_it_is_closed(tmp_path, board):
@@ -305,6 +321,41 @@ def test_words_for_a_launcher_that_is_gone(run):
     assert "is not alive any more" in list(describe(run, read(run)))[1], "the pid is another's now"
 
 
+def test_what_was_so_when_the_launcher_died_is_told_as_that(run, monkeypatch):
+    edit(run, pid=2**22 + 12345, state="running", left_s=234.0, updated_at=time.time() - 300)
+    told = "\n".join(lines := list(describe(run, read(run))))
+    assert " left" not in told
+    assert "gives up" not in told
+    assert not [line for line in lines if line.startswith("go on")], "there is no checkpoint"
+    assert "actors    1 of 1 alive, when last told" in lines
+    assert [line.split()[-2:] for line in lines if line.startswith("role")] == [["waited", "then"]]
+    for role, since in (("learner-0", "5:0"), ("actor-0", "5:0"), ("actor-1", "-")):
+        row = next(line.split() for line in lines if line.startswith(role))
+        assert row[1] == "unknown"
+        assert row[5].startswith(since)
+    (run / "checkpoints" / "step-000010").mkdir(parents=True)
+    (run / "checkpoints" / "step-000010" / "meta.json").write_text("{}")
+    assert f"go on     asyncrl launch --resume {run}" in list(describe(run, read(run)))
+    monkeypatch.chdir(run.parent.parent)
+    assert "go on     asyncrl launch --resume first" in list(describe(run, read(run)))
+
+    found = panels.state(run, RunHistory(run), [])
+    assert (found["left_s"], found["over"]) == (None, True)
+    assert found["go_on"] == "asyncrl launch --resume first"
+    assert found["unknown_s"] > 290
+    assert [r["state"] for r in found["roles"]] == ["unknown"] * 4
+    assert found["roles"][0]["heard_s"] > 290
+    edit(run, pid=os.getpid(), updated_at=time.time())
+    found = panels.state(run, RunHistory(run), [])
+    assert (found["left_s"], found["unknown_s"], found["go_on"]) == (234.0, None, "")
+    (run / "summary.json").write_text('{"ended": "interrupted"}')
+    found = panels.state(run, RunHistory(run), [])
+    assert (found["unknown_s"], found["go_on"]) == (None, "asyncrl launch --resume first")
+    assert [r["state"] for r in found["roles"]] == ["ended"] * 4
+    (run / "summary.json").write_text('{"ended": "finished"}')
+    assert panels.state(run, RunHistory(run), [])["go_on"] == ""
+
+
 def test_words_for_a_launcher_that_is_silent_or_elsewhere(run):
     edit(run, state="running")
     assert list(describe(run, read(run)))[1] == "state     training"
@@ -327,6 +378,10 @@ def test_words_for_a_run_that_ended(run):
 def test_words_before_anything_is_known(tmp_path):
     board = Board(Config())
     StatusFile(str(tmp_path / "status.json"), board, run_id="r", run="r").close()
+    lines = list(describe(tmp_path, read(tmp_path)))
+    assert lines[2].endswith("reward -   0:00 gone")
+    assert len(lines) == 4
+    edit(tmp_path, state="running")
     lines = list(describe(tmp_path, read(tmp_path)))
     assert "reward -   0:00 gone, - left" in lines[2]
     assert lines[3] == "actors    0 of 1 alive"
@@ -383,6 +438,7 @@ def test_actors_that_leave_are_told_apart_from_those_that_are_alive(tmp_path):
     assert [(r["state"], r["pid"]) for r in content["roles"]] == [
         ("alive", 20), ("leaving", 21), ("left", None),
     ]  # fmt: skip
+    edit(tmp_path, state="running")
     assert "actors    1 of 1 alive, 1 leave" in describe(tmp_path, read(tmp_path))
     assert board.fleet.metrics()["actor/alive"] == 1
 

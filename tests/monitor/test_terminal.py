@@ -67,7 +67,7 @@ def test_every_page_on_a_small_and_a_large_screen(small):
         screen.press("l")
         screen.wait(lambda text: "begins" not in text and "level: warnings" in text, "warnings")
         screen.press("8")
-        screen.wait("none in the recording")
+        screen.wait("nothing is recorded yet")
         screen.press("o", "o")
         screen.wait("those not trained")
 
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_scrolled_to(small):
         screen.press("home")
         screen.wait("reward  0.120")
         screen.press("pagedown")
-        screen.wait(lambda text: "reward  0.120" not in text and "advice" in text, "further down")
+        screen.wait(lambda text: "reward  0.120" not in text and "figures" in text, "further down")
         screen.press("right")
         screen.wait("samples by head staleness")
         screen.press("left", "left")

@@ -67,8 +67,9 @@ def test_the_time_that_is_left_is_told_beside_a_long_name():
              "left_s": 249.0, "over": False, "state": "training", "malformed": 0}  # fmt: skip
     small, large = (head_of(feed, state, width).plain.splitlines()[0] for width in (80, 120))
     assert len(small) <= 80
-    assert small.endswith("0:58 gone   4:09 left")
-    assert "version 28" in large
+    assert small.endswith("version 28   reward 0.919   0:58 gone   4:09 left")
+    assert small.startswith("tiny-20…2-23798  step")
+    assert large.startswith(f"{feed.name}  step")
 
 
 def row(text, name):
@@ -92,7 +93,45 @@ def test_values_are_the_run_s(small):
     text = drawn(small.folder, "overview")
     assert row(text, "reward")[1] == "0.300"
     text = drawn(small.folder, "pace")
-    assert "tokens/s generated  300" in text, "100 and 200"
+    assert "tokens/s generated, responses only  300" in text, "100 and 200"
+
+
+def test_the_smallest_screen_has_what_matters_most(small):
+    advice = [{"kind": "actors", "line": "the actors hold the run up: add some"}]
+    first = drawn(small.folder, "overview", advice=advice).split("\n")[:20]
+    for wanted in ("reward", "loss", "samples/s trained", "tokens/s generated", "actors: the"):
+        assert any(line.startswith(wanted) for line in first), wanted
+
+
+@pytest.mark.parametrize("width", [50, 79, 199])
+def test_whom_a_process_waits_for_is_shown_whole(small, width):
+    made = viewed(small.folder, "processes", width)
+    on = "buffer-0: 12 samples held by actor-1 (lease 812, 41 s) and 4 not leased: admission"
+    made.state["roles"][0]["waits"] = [f"41 s for batch 13 on {on}", "2.0 s for a push"]
+    text = BY_NAME["processes"].draw(made).plain
+    assert f"41 s for batch 13 on {on}" in " ".join(text.split())
+    assert "2.0 s for a push" in " ".join(text.split())
+    assert max(map(cell_len, text.split("\n"))) <= width
+
+
+def test_processes_of_a_launcher_that_is_gone_are_not_told_as_alive(small):
+    made = viewed(small.folder, "processes")
+    made.state["roles"][0] |= {"state": "unknown", "heard_s": 300.2}
+    made.state.update(unknown_s=300.0, go_on="asyncrl launch --resume small")
+    lines = BY_NAME["processes"].draw(made).plain.split("\n")
+    assert lines[0] == "as it was 5:00 ago, when the launcher was last heard of"
+    assert lines[1] == "it goes on with: asyncrl launch --resume small"
+    assert row("\n".join(lines), "learner-0")[1:5] == ["unknown", "30", "0", "5:00"]
+    assert "waited then 1.5 s for the next batch on buffer-0" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("only", "told"),
+    [("", "nothing is recorded yet"), ("trained", "was trained"), ("other", "failed or held")],
+)
+def test_why_no_sample_is_shown_is_said_of_the_kind_asked_for(only, told):
+    empty = View(RunHistory(Path("nowhere")), {}, Wanted("samples", 79, 20, only=only))
+    assert told in BY_NAME["samples"].draw(empty).plain
 
 
 def test_a_law_that_does_not_hold_is_said(small):

@@ -205,3 +205,27 @@ def test_the_command(folder, tmp_path, monkeypatch):
 def test_a_run_without_spans_is_told_so(tmp_path):
     with pytest.raises(DataError, match=r"trace\.enabled=false"):
         read_spans(tmp_path)
+
+
+def test_lines_without_what_they_must_have_are_counted_and_left_out(folder):
+    whole = write_trace(folder, folder / "all.json")
+    odd = [
+        {"track": "sample", "ends": [1.0], "became": "accepted"},
+        {"track": "sample", "id": [[1], 2], "ends": [1.0], "became": "accepted"},
+        {"track": "sample", "id": ["s", 0, 0, 0], "ends": "x", "became": "accepted"},
+        {"track": "sample", "id": ["s", 0, 0, 0], "ends": [1.0]},
+        {"track": "batch", "batch": "x", "ids": [], "ends": [1.0]},
+        {"track": "batch", "batch": 1, "ids": [], "ends": []},
+        {"track": "state", "at": 1e308},
+        {"track": "process", "role": "actor", "rank": -1, "pid": 1, "host": "h", "run_id": "",
+         "wall": 1.0},
+    ]  # fmt: skip
+    with (folder / "trace" / "actor-0.jsonl").open("a") as file:
+        for line in odd:
+            file.write(json.dumps({"name": "odd", "at": 1.0, "s": 1.0} | line) + "\n")
+    written = write_trace(folder, folder / "odd.json")
+    assert written.malformed == whole.malformed + len(odd)
+    assert (written.events, written.samples) == (whole.events, whole.samples)
+    (folder / "trace" / "actor-9.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"actor-9\.jsonl cannot be read: Is a directory"):
+        read_spans(folder)

@@ -77,6 +77,78 @@ def test_the_page_shows_the_values_and_goes_on(browser, small, tmp_path):
         assert len((tmp_path / "log").read_text().splitlines()) == 2
 
 
+def test_lines_are_smoothed_and_hover_text_has_what_was_measured(browser, small, tmp_path):
+    with served("small", "--dir", str(tmp_path / "runs"), log=tmp_path / "log") as server:
+        browser.open(server.url)
+        assert drawn(browser, "reward")[0][2] == REWARDS[:6]
+        slide(browser, 0.5)
+        browser.wait(f"{plot('reward')}.data[0].y[1] !== 0.02")
+        mean = weight = 0.0
+        expected = []
+        for reward in REWARDS[:6]:
+            mean, weight = 0.5 * mean + 0.5 * reward, 0.5 * weight + 0.5
+            expected.append(mean / weight)
+        assert drawn(browser, "reward")[0][2] == pytest.approx(expected)
+        assert browser.js(f"{plot('reward')}.data[0].customdata") == REWARDS[:6]
+        assert text_of(browser, "smoothed") == "0.50"
+        assert drawn(browser, "version")[0][2] == [1, 2, 3, 4, 5, 6], "a count"
+        browser.open(server.url)
+        browser.wait("document.getElementById('smooth')?.value === '0.5'")
+        assert drawn(browser, "reward")[0][2] == pytest.approx(expected)
+        slide(browser, 0)
+        browser.wait(f"{plot('reward')}.data[0].y[1] === 0.02")
+        assert browser.errors == []
+
+
+def test_any_metric_is_drawn_by_its_name(browser, small, tmp_path):
+    with served("small", "--dir", str(tmp_path / "runs"), log=tmp_path / "log") as server:
+        browser.open(server.url)
+        browser.wait("document.getElementById('any')")
+        browser.js("document.getElementById('any').scrollIntoView()")
+        names = "[...document.querySelectorAll('#any-names option')].map(o => o.value)"
+        browser.wait(f"{names}.length > 20")
+        assert {"learner-0/reward/mean", "actor-1/host/cpu_frac"} <= set(browser.js(names))
+        wanted = {"learner-0/reward/mean": REWARDS[:6], "actor-1/host/cpu_frac": [0.5] * 6,
+                  "learner-0/reward/mea": None, "learner-0/sync/total_s": [0.3] * 6}  # fmt: skip
+        for name, y in wanted.items():
+            pick(browser, name)
+            figure = f"document.querySelector('[data-figure=\"any={name}\"] .plot')"
+            if y is None:
+                browser.wait(f"{figure}.hidden")
+                continue
+            browser.wait(
+                f"!{figure}.hidden && {figure}.data[0].name === '{name.replace('/', ' ', 1)}'"
+            )
+            assert browser.js(f"{figure}.data[0].y") == y
+        assert browser.errors == []
+
+
+def pick(browser, name):
+    control = "document.getElementById('any')"
+    browser.js(f"{control}.value = '{name}'; {control}.dispatchEvent(new Event('change'))")
+
+
+def slide(browser, to):
+    control = "document.getElementById('smooth')"
+    browser.js(f"{control}.value = {to}; {control}.dispatchEvent(new Event('input'))")
+
+
+def test_two_runs_have_an_advice_each_and_room_beside_their_legends(browser, small, tmp_path):
+    SmallRun(tmp_path / "runs", name="another-of-some-length").grow(6)
+    names = ("small", "another-of-some-length")
+    with served(*names, "--dir", str(tmp_path / "runs"), log=tmp_path / "log") as server:
+        browser.open(server.url)
+        advice = "document.querySelectorAll('#advice > p')"
+        browser.wait(f"{advice}.length === 2")
+        told = browser.js(f"[...{advice}].map(p => p.innerText.split(':')[0])")
+        assert told == list(names)
+        assert len(drawn(browser, "staleness")) == 8
+        browser.wait(f"{plot('staleness')}._fullLayout._size.h > 150")
+        legend = f"{plot('staleness')}.querySelector('.legend .scrollbar')"
+        assert browser.js(f"{legend}?.getBoundingClientRect().height ?? 0") == 0, "none is hidden"
+        assert browser.errors == []
+
+
 def test_a_report_opens_alone_and_is_dark_by_the_system_s_or_the_button_s_choice(
     browser, small, tmp_path
 ):

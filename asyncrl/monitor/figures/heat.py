@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.metrics import WAITING
 from asyncrl.monitor.figures.kit import Figure, Run, layout, scale_of
@@ -10,6 +10,8 @@ from asyncrl.monitor.figures.rates import marks_of, shares
 from asyncrl.monitor.reading.history import Axis, Histogram, source_name
 
 MAX_COLUMNS = 300
+MAX_ROWS = 300
+"""Neighbouring bins are drawn as one where there are more."""
 
 Bin = tuple[float, float]
 
@@ -18,7 +20,8 @@ def heat(runs: Sequence[Run], axis: Axis, name: str, y: str, *, whole: bool) -> 
     """The first run's histogram of a metric: the share of each bin in each batch.
 
     Args:
-        whole: bins of one integer each, named by it; else by their edges.
+        whole: bins of one integer each, named by it; else by their edges. Where they are many,
+            several are a row.
     """
     found = runs[0].history.hists(name)
     if not found:
@@ -26,15 +29,18 @@ def heat(runs: Sequence[Run], axis: Axis, name: str, y: str, *, whole: bool) -> 
     scale = scale_of(runs, axis)
     places, columns = _columns(found, axis)
     bins = sorted({bin for column in columns for bin, n in column.items() if n})
-    if whole and bins:  # no holes
-        bins = [(float(k), k + 1.0) for k in range(int(min(bins)[0]), int(max(bins)[0]) + 1)]
-    counts = [[column.get(bin, 0.0) for bin in bins] for column in columns]
+    rows, row_of = _rows(bins, whole)
+    counts = [[0.0] * len(rows) for _ in columns]
+    for column, row in zip(columns, counts, strict=True):
+        for bin, n in column.items():
+            if n:
+                row[row_of(bin)] += n
     trace: Figure = {
         "type": "heatmap",
         "name": name,
         "meta": name,
         "x": [x / scale.unit for x in places],
-        "y": [edge_name(bin, whole) for bin in bins],
+        "y": [edge_name(row, whole) for row in rows],
         "z": [[n / (sum(row) or 1.0) for n in row] for row in counts],
         "customdata": [[[n] for n in row] for row in counts],
         "transpose": True,
@@ -64,13 +70,29 @@ def _columns(found: Sequence[Histogram], axis: Axis) -> tuple[list[float], list[
     return places, columns
 
 
-def edge_name(bin: Bin, whole: bool) -> str:
-    """A bin in words.
+def _rows(bins: Sequence[Bin], whole: bool) -> tuple[list[Bin], Callable[[Bin], int]]:
+    """At most MAX_ROWS rows, without holes where bins are `whole`, and which one a bin is in."""
+    if whole and bins:
+        first, last = int(bins[0][0]), int(bins[-1][0])
+        each = (last - first) // MAX_ROWS + 1
+        rows = [(float(k), float(k + each)) for k in range(first, last + 1, each)]
+        return rows, lambda bin: (int(bin[0]) - first) // each
+    each = (len(bins) - 1) // MAX_ROWS + 1
+    parts = [bins[k : k + each] for k in range(0, len(bins), each)]
+    place = {bin: k for k, part in enumerate(parts) for bin in part}
+    return [(part[0][0], part[-1][1]) for part in parts], place.__getitem__
 
-    >>> edge_name((2.0, 3.0), True), edge_name((0.7943, 1.0), False)
-    ('2', '0.79 to 1')
+
+def edge_name(row: Bin, whole: bool) -> str:
+    """A row in words.
+
+    >>> edge_name((2.0, 3.0), True), edge_name((2.0, 5.0), True), edge_name((0.7943, 1.0), False)
+    ('2', '2 to 4', '0.79 to 1')
     """
-    return f"{bin[0]:.0f}" if whole else f"{bin[0]:.2g} to {bin[1]:.2g}"
+    if not whole:
+        return f"{row[0]:.2g} to {row[1]:.2g}"
+    last = row[1] - 1
+    return f"{row[0]:.0f}" if last <= row[0] else f"{row[0]:.0f} to {last:.0f}"
 
 
 def staleness(runs: Sequence[Run], axis: Axis) -> Figure | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from asyncrl.monitor.figures.kit import (
     Figure,
@@ -16,7 +17,7 @@ from asyncrl.monitor.figures.kit import (
     trace,
 )
 from asyncrl.monitor.figures.themes import HUES
-from asyncrl.monitor.reading.history import LEARNER, Axis, RunHistory, source_name
+from asyncrl.monitor.reading.history import LEARNER, Axis, RunHistory, Source, source_name
 
 
 def reward(runs: Sequence[Run], axis: Axis) -> Figure | None:
@@ -86,8 +87,25 @@ def length(runs: Sequence[Run], axis: Axis) -> Figure | None:
     )  # fmt: skip
 
 
+def signal(runs: Sequence[Run], axis: Axis) -> Figure | None:
+    """How much there is to learn from the rewards of a batch, and how many responses were cut."""
+    return lines(
+        runs, axis,
+        [Line("reward/std", "std of the rewards"),
+         Line("reward/zero_std_frac", "groups whose rewards are all equal", "dash"),
+         Line("rollout/truncated_frac", "responses truncated", "dot")],
+        "", rangemode="tozero",
+    )  # fmt: skip
+
+
+def rate(runs: Sequence[Run], axis: Axis) -> Figure | None:
+    """The learning rate."""
+    return lines(runs, axis, [Line("loss/lr", "learning rate")], "", rangemode="tozero",
+                 exponentformat="e")  # fmt: skip
+
+
 def version(runs: Sequence[Run], axis: Axis) -> Figure | None:
-    """What the learner trains and what each actor's engine runs."""
+    """What the learner has published and what each actor's engine runs."""
     scale = scale_of(runs, axis)
     data = []
     for i, run in enumerate(runs):
@@ -95,14 +113,38 @@ def version(runs: Sequence[Run], axis: Axis) -> Figure | None:
             name = "loss/tokens" if source == LEARNER else "actor/in_flight"
             xs, _ = run.history.series(name, source, axis)
             versions, _ = run.history.series(name, source, "version")
+            if source == LEARNER and axis != "version":
+                versions = _published(run.history, versions)
             xs, ys = by_place(xs, versions)
             if xs:
                 data.append(
                     trace(
-                        label_of(runs, run, source_name(source)), xs, ys,
+                        label_of(runs, run, _whose(source, axis)), xs, ys,
                         color=HUES[(i if len(runs) > 1 else j) % len(HUES)],
                         dash="solid" if source == LEARNER else "dot", unit=scale.unit,
                         meta="version",
                     )
                 )  # fmt: skip
     return {"data": data, "layout": layout(scale, "version")} if data else None
+
+
+def _whose(source: Source, axis: Axis) -> str:
+    if source != LEARNER:
+        return source_name(source)
+    return "learner, training" if axis == "version" else "learner, after the step"
+
+
+def _published(history: RunHistory, trained_at: Sequence[float]) -> list[float]:
+    """The newest version after each batch, from those at which the batches were trained.
+
+    An engine may run it before the next batch is trained: beside the version of the batch itself
+    it would seem ahead of training.
+    """
+    at = history.last_at(LEARNER)
+    if not trained_at or at is None:
+        return list(trained_at)
+    told = (e for e in reversed(history.events) if e.get("event") == "publication")
+    last: dict[str, Any] = next(told, {})
+    version = last.get("version") if last.get("incarnation", 0) == at.incarnation else None
+    newest = trained_at[-1]
+    return [*trained_at[1:], max(newest, version) if isinstance(version, int) else newest]

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncrl.metrics import STATES
+from asyncrl.monitor.reading.clock import Span
 from asyncrl.monitor.reading.history import LEARNER, Axis, RunHistory, Source
-
-Floats = NDArray[np.float64]
+from asyncrl.monitor.reading.totals import Floats, gained
 
 MAX_MARKS = 240
 SHORTEST_S = 2.0
@@ -23,6 +22,9 @@ class Marks(NamedTuple):
 
     times: Floats
     places: list[float]
+    spans: tuple[Span, ...] = ()
+    """The time that counts; empty: all of it. Over steps it is the run's training: between the last
+    step of a launch and the first one of the next lie an end and a start."""
 
 
 def marks_of(history: RunHistory, axis: Axis) -> Marks:
@@ -43,39 +45,44 @@ def marks_of(history: RunHistory, axis: Axis) -> Marks:
     each = 1
     while len(places) / each > MAX_MARKS:
         each *= 2
-    return Marks(np.array(times_of[::each], dtype=float), places[::each][1:])
+    times = np.array(times_of[::each], dtype=float)
+    return Marks(times, places[::each][1:], tuple(history.clock.training()))
 
 
-def total(history: RunHistory, name: str, source: Source) -> tuple[Floats, Floats]:
-    """Times and values of a total, as if its process had never been restarted."""
-    times, values = history.series(name, source, "wall_s")
-    t, c = np.array(times, dtype=float), np.array(values, dtype=float)
-    if len(c) < 2:
-        return t, c
-    steps = np.diff(c)
-    return t, np.concatenate([c[:1], c[0] + np.cumsum(np.where(steps < 0, c[1:], steps))])
-
-
-def gained(
-    history: RunHistory, names: Iterable[str], sources: Iterable[Source], times: Floats
-) -> Floats | None:
-    """What these totals of these writers grew by in each piece, together; None without any."""
-    wanted, found = tuple(names), None
-    for source in sources:
-        for name in wanted:
-            t, c = total(history, name, source)
-            if len(t):
-                growth = np.diff(np.interp(times, t, c, left=0.0))
-                found = growth if found is None else found + growth
-    return found
+def in_pieces(
+    history: RunHistory, names: Iterable[str], sources: Iterable[Source], marks: Marks
+) -> tuple[Floats, Floats] | None:
+    """What these totals grew by in each piece, together, and the seconds of the piece, [n] each, of
+    the time that counts; None without any such total."""
+    times = marks.times
+    bounds = [edge for span in marks.spans for edge in span]
+    edges = np.unique(np.concatenate([times, bounds])) if bounds else times
+    grown = gained(history, names, sources, edges)
+    if grown is None:
+        return None
+    seconds = np.diff(edges)
+    if not bounds:
+        return grown, seconds
+    middle = (edges[:-1] + edges[1:]) / 2
+    counts = np.array([any(s.began <= m <= s.ended for s in marks.spans) for m in middle], bool)
+    piece = np.searchsorted(times, middle) - 1
+    counts &= (piece >= 0) & (piece < len(times) - 1)
+    sums = []
+    for values in (grown, seconds):
+        one = np.zeros(max(len(times) - 1, 0))
+        np.add.at(one, piece[counts], values[counts])
+        sums.append(one)
+    return sums[0], sums[1]
 
 
 def per_second(
     history: RunHistory, names: Iterable[str], sources: Iterable[Source], marks: Marks
 ) -> list[float] | None:
-    """`gained` divided by each piece's seconds."""
-    growth = gained(history, names, sources, marks.times)
-    return None if growth is None else (growth / np.diff(marks.times)).tolist()
+    """`in_pieces`, one divided by the other."""
+    found = in_pieces(history, names, sources, marks)
+    if found is None:
+        return None
+    return [float(g / s) if s > 0 else 0.0 for g, s in zip(*found, strict=True)]
 
 
 def shares(
@@ -83,9 +90,9 @@ def shares(
 ) -> dict[str, list[float | None]]:
     """Share of each state in the time that these processes lived, for each piece."""
     spent = {
-        state: growth
+        state: found[0]
         for state in STATES
-        if (growth := gained(history, [f"time/{state}_s"], sources, marks.times)) is not None
+        if (found := in_pieces(history, [f"time/{state}_s"], sources, marks)) is not None
     }
     if not spent:
         return {}
@@ -95,13 +102,3 @@ def shares(
         state: [float(g / w) if a else None for g, w, a in zip(growth, whole, alive, strict=True)]
         for state, growth in spent.items()
     }
-
-
-def lifetime(history: RunHistory, source: Source) -> dict[str, float]:
-    """Seconds of each state in a process's life, those before a restart included."""
-    found = {}
-    for state in STATES:
-        _, c = total(history, f"time/{state}_s", source)
-        if len(c):
-            found[state] = float(c[-1])
-    return found

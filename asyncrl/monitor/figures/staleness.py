@@ -89,7 +89,8 @@ def _by_k(
 def ages_of(runs: Sequence[Run]) -> list[int]:
     """The stalenesses of which there is a weight."""
     names = {n for run in runs for n in run.history.names() if n.startswith(BY_K)}
-    return sorted({int(k) for n in names if (k := n.removeprefix(BY_K).split("/")[0]).isdigit()})
+    found = {words.whole(n.removeprefix(BY_K).split("/")[0]) for n in names}
+    return sorted(k for k in found if k is not None)
 
 
 def quantiles(runs: Sequence[Run], axis: Axis) -> Figure | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from asyncrl.metrics import STATES, WAITING
-from asyncrl.monitor.reading.history import BUFFER, LAUNCHER, LEARNER, RunHistory, Source
+from asyncrl.metrics import WAITING
+from asyncrl.monitor.reading.history import BUFFER, LAUNCHER, RunHistory
+from asyncrl.monitor.reading.totals import per_training_second, spent
 
 LOST = ("dropped_stale", "filtered", "failed", "requeued", "duplicate")
 """Ends of a dispatch that are work for nothing."""
@@ -39,29 +39,34 @@ def finals(history: RunHistory) -> list[Final]:
     at = history.last_at()
     scores = _scores(history)
     trained = buffer.get("samples/trained")
+    clock = history.clock
     return [
         Final("step", None if at is None else at.step, "{:.0f}"),
         Final("version", None if at is None else at.version, "{:.0f}"),
         Final(f"reward, last {LAST}", _recent(history, "reward/mean"), "{:.3f}"),
+        Final(f"reward std, last {LAST}", _recent(history, "reward/std"), "{:.3f}"),
+        Final(f"groups all equal, last {LAST}", _recent(history, "reward/zero_std_frac"), "{:.0%}"),
+        Final(f"truncated, last {LAST}", _recent(history, "rollout/truncated_frac"), "{:.0%}"),
         Final("held out, first", scores[0] if scores else None, "{:.3f}"),
         Final("held out, last", scores[-1] if scores else None, "{:.3f}"),
         Final("head staleness, mean", _mean(history, "staleness/head/mean"), "{:.2f}"),
         Final("head staleness, max", _most(history, "staleness/head/max"), "{:.0f}"),
         Final("staleness limit", last.get("staleness/limit"), "{:.0f}"),
-        Final("samples/s trained", _pace(history, "samples/trained", [BUFFER]), "{:.2f}"),
+        Final("samples/s trained", clock.samples_s, "{:.2f}"),
         Final("tokens/s generated",
-              _pace(history, "actor/generated_tokens", history.sources("actor")), "{:,.0f}"),
-        Final("tokens/s trained", _mean(history, "throughput/train_tok_s"), "{:,.0f}"),
+              per_training_second(history, ["actor/generated_tokens"], history.sources("actor")),
+              "{:,.0f}"),
+        Final("tokens/s trained (+ prompts)", clock.train_tok_s, "{:,.0f}"),
         Final("learner waits", _waiting(history, "learner"), "{:.0%}"),
         Final("actors wait", _waiting(history, "actor"), "{:.0%}"),
-        Final("effective samples", _mean(history, "is/ess_frac"), "{:.1%}"),
-        Final("weights cut off", _mean(history, "is/clip_frac"), "{:.1%}"),
+        Final("effective samples", _of_tokens(history, "is/ess_frac"), "{:.1%}"),
+        Final("weights cut off", _of_tokens(history, "is/clip_frac"), "{:.1%}"),
         Final("update pauses actors, s", _pause(history), "{:.3f}"),
         Final("dispatched in vain", _in_vain(buffer) if trained else None, "{:.1%}"),
         Final("length bias", buffer.get("samples/len_bias"), "{:.3f}"),
         Final("actor restarts", history.latest(LAUNCHER).get("actor/restarts"), "{:.0f}"),
-        Final("first step after, s", _first(history), "{:.1f}"),
-        Final("seconds in all", None if at is None else _ended(history), "{:.0f}"),
+        Final("first step after, s", clock.first_step_s, "{:.1f}"),
+        Final("seconds in all", None if at is None else clock.elapsed_s, "{:.0f}"),
     ]  # fmt: skip
 
 
@@ -95,32 +100,19 @@ def _scores(history: RunHistory) -> list[float]:
     return [score for _, score in first]
 
 
-def _pace(history: RunHistory, name: str, sources: Sequence[Source]) -> float | None:
-    """Growth of a total per second, over all writers, in the time in which any of them wrote; the
-    time in which a run had ended, or its learner was restarted, is left out."""
-    grown, told = 0.0, []
-    for source in sources:
-        times, values = history.series(name, source, "wall_s")
-        mine = list(zip(times, history.incarnations(name, source), values, strict=True))
-        grown += sum(max(b[2] - a[2], 0.0) for a, b in pairwise(mine) if a[1] == b[1])
-        told += [(at, life) for at, life, _ in mine]
-    spent = sum(b[0] - a[0] for a, b in pairwise(sorted(told)) if a[1] == b[1])
-    return grown / spent if spent > 0 else None
+def _of_tokens(history: RunHistory, name: str) -> float | None:
+    """A share of the tokens of each batch, as that of all of them."""
+    tokens = dict(zip(*history.series("loss/tokens"), strict=True))
+    found = [(v, tokens.get(s, 0.0)) for s, v in zip(*history.series(name), strict=True)]
+    whole = sum(n for _, n in found)
+    return sum(v * n for v, n in found) / whole if whole else None
 
 
 def _waiting(history: RunHistory, role: str) -> float | None:
-    """Share of waiting in the lives of a role's processes since the first batch was trained."""
-    began = history.series("loss/tokens", LEARNER, "wall_s")[0][:1]
-    if not began:
-        return None
-    spent = dict.fromkeys(STATES, 0.0)
-    for source in history.sources(role):
-        for state in STATES:
-            times, values = history.series(f"time/{state}_s", source, "wall_s")
-            later = [v for t, v in zip(times, values, strict=True) if t >= began[0]]
-            spent[state] += sum(max(b - a, 0.0) for a, b in pairwise(later))
-    whole = sum(spent.values())
-    return sum(spent[s] for s in WAITING) / whole if whole > 0 else None
+    """Share of waiting in the time of a role's processes while the run trained."""
+    found = spent(history, history.sources(role), history.clock.training())
+    whole = sum(found.values())
+    return sum(found.get(s, 0.0) for s in WAITING) / whole if whole > 0 else None
 
 
 def _in_vain(counts: Mapping[str, float]) -> float | None:
@@ -128,12 +120,3 @@ def _in_vain(counts: Mapping[str, float]) -> float | None:
     dispatched = counts.get("samples/dispatched", 0.0)
     vain = sum(counts.get(f"samples/{term}", 0.0) for term in LOST)
     return vain / dispatched if dispatched else None
-
-
-def _first(history: RunHistory) -> float | None:
-    times, _ = history.series("loss/tokens", LEARNER, "wall_s")
-    return times[0] if times else None
-
-
-def _ended(history: RunHistory) -> float:
-    return max(p.wall_s for s in history.sources() if (p := history.last_at(s)) is not None)

@@ -13,12 +13,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from asyncrl.monitor.reading.clock import LARGEST, RunClock
+from asyncrl.monitor.reading.happened import Happened
 from asyncrl.monitor.reading.tail import Lines, Tail
 
+_T = TypeVar("_T")
 Axis = Literal["step", "version", "wall_s"]
 Source = tuple[str, int]
 """Role and rank of a writer, e.g. ("actor", 3)."""
@@ -74,9 +77,13 @@ class Series:
             self.points[:half], self.values[:half] = self.points[:half:2], self.values[:half:2]
 
 
+_Number = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
+_Count = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+
+
 class _Hist(msgspec.Struct, frozen=True):
-    edges: tuple[float, ...]
-    counts: tuple[float, ...]
+    edges: tuple[_Number, ...]
+    counts: tuple[_Number, ...]
 
     def __post_init__(self) -> None:
         if len(self.edges) != len(self.counts) + 1:
@@ -87,13 +94,25 @@ class _Record(msgspec.Struct, frozen=True):
     """A line of metrics.jsonl."""
 
     role: str
-    rank: int
-    step: int
-    version: int
-    wall_s: float
-    metrics: dict[str, float]
+    rank: _Count
+    step: _Count
+    version: _Count
+    wall_s: _Number
+    metrics: dict[str, _Number]
     hist: dict[str, _Hist] | None = None
-    incarnation: int = 0
+    incarnation: _Count = 0
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """What every line of events.jsonl has; the rest belongs to its kind."""
+
+    event: str
+    wall_s: _Number
+    role: str = ""
+    rank: _Count = 0
+    step: _Count = 0
+    version: _Count = 0
+    incarnation: _Count = 0
 
 
 class RunHistory:
@@ -111,6 +130,10 @@ class RunHistory:
         self.folder = folder
         self.events: list[dict[str, Any]] = []
         """Newest last; at most MAX_EVENTS."""
+        self.happened = Happened()
+        """The events for people."""
+        self.clock = RunClock()
+        """How long it has lived and trained, and at what pace."""
         self._metrics = metrics or Tail(folder / "metrics.jsonl")
         self._event_lines = events or Tail(folder / "events.jsonl")
         self._series: dict[Source, dict[str, Series]] = {}
@@ -124,8 +147,12 @@ class RunHistory:
         for line in self._metrics.lines():
             news |= self._take(line)
         for event in self._event_lines.lines():
+            if _read(event, _Event, self._event_lines) is None:
+                continue
             news = True
             self.events.append(event)
+            self.happened.add(event)
+            self.clock.write(event)
         del self.events[:-MAX_EVENTS]
         return news
 
@@ -222,11 +249,10 @@ class RunHistory:
     # --- reading -----------------------------------------------------------------------------
 
     def _take(self, line: Mapping[str, Any]) -> bool:
-        try:
-            record = msgspec.convert(line, _Record)
-        except msgspec.ValidationError:
-            self._metrics.malformed += 1
+        record = _read(line, _Record, self._metrics)
+        if record is None:
             return False
+        self.clock.write(line)
         source, metrics = (record.role, record.rank), record.metrics
         at = Point(record.step, record.version, record.incarnation, record.wall_s)
         by_step = is_of_batch(source, metrics)
@@ -243,6 +269,15 @@ class RunHistory:
                     mine[name] = Series(by_step and not name.startswith("time/"))
                 mine[name].add(at, value)
         return True
+
+
+def _read(line: Mapping[str, Any], kind: type[_T], lines: Lines) -> _T | None:
+    """A line as what it must be; else it is counted, and left out."""
+    try:
+        return msgspec.convert(line, kind)
+    except (msgspec.ValidationError, OverflowError):
+        lines.malformed += 1
+        return None
 
 
 def source_name(source: Source) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,26 +14,35 @@ from asyncrl.monitor.advice import advise_run, as_json
 from asyncrl.monitor.logs import Entry as LogEntry
 from asyncrl.monitor.reading.finals import Final
 from asyncrl.monitor.reading.history import RunHistory
+from asyncrl.monitor.reading.plain import load
 from asyncrl.monitor.reading.recent import recent_samples
-from asyncrl.monitor.status_reader import Status, read, state_of, why_over
+from asyncrl.monitor.status_reader import (
+    NoStatusError,
+    Standing,
+    Status,
+    as_known,
+    how_to_go_on,
+    read,
+    standing,
+    state_of,
+    why_over,
+)
 from asyncrl.monitor.summary import TERMS
 from asyncrl.recording import Entry
 
 EVENTS = 60
 """The newest that are sent."""
 SAMPLES = 8
-NEEDED = {
-    "state", "phase", "step", "steps", "version", "reward", "elapsed_s", "left_s", "updated_at",
-    "host", "pid", "process_started", "roles", "ledger",
-}  # fmt: skip
-"""Fields of status.json without which it is none."""
 
 
 def brief(folder: Path) -> dict[str, Any]:
     """A run in the list of runs."""
-    status = status_of(folder)
-    if status is None:
-        return {"state": "no status.json yet", "over": False, "step": None, "steps": None}
+    try:
+        status = read(folder)
+    except NoStatusError:
+        return unread("no status.json yet")
+    except UserError as e:
+        return unread(str(e).removeprefix(f"{folder}{os.sep}"))
     over = why_over(folder, status)
     return {
         "state": over or state_of(folder, status), "over": bool(over),
@@ -42,13 +50,17 @@ def brief(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def unread(why: str) -> dict[str, Any]:
+    """A run of whose state nothing is known, in the list of runs."""
+    return {"state": words.text(why), "over": False, "step": None, "steps": None}
+
+
 def status_of(folder: Path) -> Status | None:
     """A run's status.json; None where there is none that can be read."""
     try:
-        status = read(folder)
+        return read(folder)
     except UserError:
         return None
-    return status if status.keys() >= NEEDED and isinstance(status["roles"], list) else None
 
 
 def state(
@@ -58,18 +70,20 @@ def state(
     status = status_of(folder)
     found = brief(folder) | {
         "finals": [[f.label, f.text] for f in finals],
-        "events": [_event(e) for e in history.events[-events:]],
+        "events": history.happened.newest(events),
         "malformed": history.malformed,
     }
     if status is None:
         return found | {"roles": [], "ledger": None}
+    now = standing(folder, status)
     return found | {
         "version": status["version"], "reward": status["reward"],
         "elapsed_s": status["elapsed_s"],
-        "left_s": None if found["over"] else status["left_s"],
+        "left_s": status["left_s"] if now.kind == "alive" else None,
         "age_s": None if found["over"] else max(0.0, time.time() - status["updated_at"]),
         "stalled": None if found["over"] else status.get("stalled"),
-        "roles": [_role(role, found["over"]) for role in status["roles"]],
+        "roles": [_role(role, now) for role in status["roles"]],
+        "unknown_s": None if now.known else now.ago_s, "go_on": how_to_go_on(folder, now),
         "ledger": _ledger(status["ledger"], found["over"]),
     }  # fmt: skip
 
@@ -77,20 +91,23 @@ def state(
 def startup(folder: Path) -> list[list[Any]]:
     """(role, phase, seconds, seconds from the command to its end) of a run that has ended."""
     try:
-        phases = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["startup"]
-        return [[p["role"], p["phase"], p["seconds"], p["ended_s"]] for p in phases]
+        phases = load(folder / "summary.json")["startup"]
+        return [
+            [str(p["role"]), str(p["phase"]), float(p["seconds"]), float(p["ended_s"])]
+            for p in phases
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def _role(role: Status, over: bool) -> dict[str, Any]:
+def _role(told: Status, now: Standing) -> dict[str, Any]:
+    role = as_known(told, now)
     doing = f"{role['phase']} {role['phase_s']:.0f} s" if role["phase"] else ""
-    now = "ended" if over and role["state"] != "dead" else role["state"]
     return {
-        "name": role["name"], "state": now, "pid": role["pid"],
+        "name": role["name"], "state": role["state"], "pid": role["pid"],
         "restarts": role["restarts"], "version": role["version"],
-        "heard_s": None if over else role["record_age_s"],
-        "waits": [] if over else [doing] * bool(doing) + [words.wait(**w) for w in role["waits"]],
+        "heard_s": role["record_age_s"],
+        "waits": [doing] * bool(doing) + [words.wait_of(w) for w in role["waits"]],
     }  # fmt: skip
 
 
@@ -104,24 +121,6 @@ def _ledger(ledger: Status | None, over: bool) -> dict[str, Any] | None:
         "conserved": ledger["conserved"],
         "waiting_for": "" if over else ledger["waiting_for"],
     }
-
-
-def _event(event: dict[str, Any]) -> dict[str, Any]:
-    usual = ("run_id", "role", "rank", "step", "version", "incarnation", "wall_s", "event")
-    more = {k: v for k, v in event.items() if k not in usual and v is not None}
-    role, at = str(event.get("role", "")), event.get("wall_s")
-    known = isinstance(at, int | float) and abs(at) < math.inf
-    return {
-        "at": words.clock(at if known else None),
-        "role": role if role == "launcher" else f"{role}-{event.get('rank', 0)}",
-        "event": str(event.get("event", "")),
-        "more": ", ".join(f"{k} {_short(v)}" for k, v in more.items()),
-    }
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 120 else text[:119] + "…"
 
 
 def log_line(entry: LogEntry) -> dict[str, str]:

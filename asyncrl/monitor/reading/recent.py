@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import yaml
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, UserError
 from asyncrl.models import BUILT_IN
+from asyncrl.monitor.reading.settings import read_settings
 from asyncrl.recording import INDEX, Entry, Recorded
+from asyncrl.types import SampleId
 
 TAIL_BYTES = {"": 64 << 10, "trained": 256 << 10, "other": 1 << 20}
 """Of the index, that are looked at: those of a kind may be rare."""
@@ -35,7 +36,8 @@ class Sample(NamedTuple):
 
 
 def recent_samples(folder: Path, n: int, only: str = "") -> list[Sample]:
-    """The samples whose fate was settled last, the newest first, not those of a run's end.
+    """The samples whose fate was settled last, the newest first; then those that were held at a
+    run's end, as many as there is room for.
 
     Args:
         folder: of the run.
@@ -66,22 +68,28 @@ def _last_entries(index: Path, n: int, only: str) -> list[Entry]:
     except OSError:
         return []
     found: list[Entry] = []
+    held: list[Entry] = []  # a run's end writes them all at once: they would hide the others
     groups: Counter[tuple[object, ...]] = Counter()
+    met: set[SampleId] = set()
     for line in reversed(lines):
         try:
             entry = msgspec.json.decode(line, type=Entry)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue
+        if entry.id in met:  # held when a launch ended, and trained since
+            continue
+        met.add(entry.id)
         kind = "trained" if entry.outcome == "trained" else "other"
-        if entry.outcome == "held" or only not in ("", kind):
+        if only not in ("", kind):
             continue
-        group = tuple(entry.id)[:3]
+        was_held = entry.outcome == "held"
+        group = (was_held, *entry.id[:3])
         groups[group] += 1
         if groups[group] <= OF_A_GROUP:
-            found.append(entry)
+            (held if was_held else found).append(entry)
         if len(found) == n:
             break
-    return found
+    return (found + held)[:n]
 
 
 def decoder(folder: Path) -> Decode:
@@ -105,9 +113,8 @@ def tokenizer_of(folder: Path, given: Path | None = None) -> Decode | None:
 
 def _places(folder: Path) -> list[Path]:
     places = [folder / "checkpoints" / "final"]
-    with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError):
-        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        name = str(settings["model"]["name"])
+    with contextlib.suppress(UserError, OSError, KeyError, TypeError, RuntimeError):
+        name = str(read_settings(folder)["model"]["name"])
         if name in BUILT_IN:
             return [*places, BUILT_IN[name].folder]
         places.append(Path(name).expanduser())

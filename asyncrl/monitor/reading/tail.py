@@ -35,7 +35,7 @@ class Decoder:
         for line in whole:
             try:
                 value = msgspec.json.decode(line)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 value = None
             if isinstance(value, dict):
                 yield value

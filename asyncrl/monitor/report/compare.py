@@ -7,17 +7,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from asyncrl.errors import UserError
 from asyncrl.monitor.figures.kit import Run
 from asyncrl.monitor.reading.finals import finals
 from asyncrl.monitor.reading.history import RunHistory
+from asyncrl.monitor.reading.panels import status_of
+from asyncrl.monitor.reading.plain import load as load_json
 from asyncrl.monitor.reading.retired import Retired
+from asyncrl.monitor.reading.settings import read_settings
+from asyncrl.monitor.status_reader import why_over
+from asyncrl.monitor.words import clean, text
 
 ABSENT = "-"
 OF_A_NAME = frozenset({"run.name", "run.dir"})
 """Settings that differ between any two runs, and say nothing."""
+STEPS = "run.steps"
 WIDEST = 36
 """Characters of a value in the terminal."""
 
@@ -33,9 +37,9 @@ def load(folders: Sequence[Path]) -> list[Run]:
     """
     runs: list[Run] = []
     for folder in folders:
-        name = folder.resolve().name
+        name = text(folder.resolve().name)
         while name in {r.name for r in runs}:
-            name = f"{folder.resolve().parent.name}-{name}"
+            name = f"{text(folder.resolve().parent.name)}-{name}"
         run = Run(name, RunHistory(folder), Retired(folder))
         try:
             run.history.update()
@@ -61,11 +65,34 @@ def figures_of(runs: Sequence[Run]) -> list[Row]:
 
 
 def difference(runs: Sequence[Run]) -> list[Row]:
-    """The settings that are not the same in all of them, by dotted key."""
+    """The settings that are not the same in all of them, by dotted key; of `run.steps` also what a
+    run that ended before has reached."""
     configs = [settings(run.history.folder) for run in runs]
+    for run, config in zip(runs, configs, strict=True):
+        if STEPS in config:
+            config[STEPS] = _reached(run.history.folder, config[STEPS])
     keys = sorted({key for config in configs for key in config} - OF_A_NAME)
     rows = [(key, *(config.get(key, ABSENT) for config in configs)) for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _reached(folder: Path, steps: str) -> str:
+    """`run.steps` as it came out, e.g. "12 of 30, stopped"; as it was set while the run lives."""
+    done, how = _end(folder)
+    return steps if done is None or str(done) == steps else f"{done} of {steps}, {how}"
+
+
+def _end(folder: Path) -> tuple[int | None, str]:
+    """Steps of a run that has ended, and how it ended."""
+    try:
+        summary = load_json(folder / "summary.json")
+        done, how = summary["steps"], summary["ended"]
+    except (OSError, ValueError, KeyError, TypeError):
+        status = status_of(folder)
+        if status is None or not why_over(folder, status):
+            return None, ""
+        done, how = status["step"], "without a summary"
+    return (done if type(done) is int else None), str(how)
 
 
 def settings(folder: Path) -> dict[str, str]:
@@ -74,12 +101,7 @@ def settings(folder: Path) -> dict[str, str]:
     Raises:
         UserError: it cannot be read.
     """
-    path = folder / "config.yaml"
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return dict(_flat(content, ""))
-    except (OSError, yaml.YAMLError, AttributeError) as e:
-        raise UserError(f"{path} is not a run's configuration: {type(e).__name__}: {e}") from e
+    return dict(_flat(read_settings(folder), ""))
 
 
 def _flat(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
@@ -103,8 +125,12 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
         yield "their settings are the same"
 
 
+def _cell(text: str) -> str:
+    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
+
+
 def _aligned(rows: Sequence[Row]) -> Iterator[str]:
-    cells = [[c if len(c) <= WIDEST else c[: WIDEST - 3] + "..." for c in row] for row in rows]
+    cells = [[_cell(clean(c)) for c in row] for row in rows]
     widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
     for first, *others in cells:
         line = [first.ljust(widths[0])]

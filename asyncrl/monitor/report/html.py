@@ -20,6 +20,7 @@ from asyncrl.errors import UserError
 from asyncrl.monitor.figures.catalogue import FIGURES
 from asyncrl.monitor.figures.kit import Figure, Run
 from asyncrl.monitor.figures.themes import template
+from asyncrl.monitor.outputs import replacing
 from asyncrl.monitor.reading import panels
 from asyncrl.monitor.reading.finals import finals
 from asyncrl.monitor.reading.history import Axis
@@ -44,7 +45,8 @@ def write(runs: Sequence[Run], path: Path) -> int:
     """
     page = render(runs).encode()
     try:
-        path.write_bytes(page)
+        with replacing(path) as part:
+            part.write_bytes(page)
     except OSError as e:
         raise UserError(
             f"{path} cannot be written ({(e.strerror or str(e)).lower()}): name another file"
@@ -111,7 +113,7 @@ def _file(package: str, name: str) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.errors import MissingExtraError, UserError
+from asyncrl.monitor.outputs import replacing
 from asyncrl.monitor.samples.search import Sample
 from asyncrl.monitor.samples.texts import Texts
 
@@ -61,22 +61,18 @@ def export(samples: Iterable[Sample], out: Path, texts: Texts) -> int:
     Raises:
         UserError: there is no sample, or the file cannot be written.
     """
-    part = out.with_name(out.name + ".part")
     writer = _jsonl if out.suffix == ".jsonl" else _parquet
+    written = 0
     try:
-        with writer(part) as put:
-            written = 0
-            for s in samples:
-                put(row(s, texts))
-                written += 1
-        if not written:
-            raise UserError(f"--export {out}: no sample matches, so that nothing is written")
-        os.replace(part, out)
+        with replacing(out) as part:
+            with writer(part) as put:
+                for s in samples:
+                    put(row(s, texts))
+                    written += 1
+            if not written:
+                raise UserError(f"--export {out}: no sample matches, so that nothing is written")
     except OSError as e:
         raise UserError(f"--export {out}: cannot be written: {e.strerror or e}") from e
-    finally:
-        with suppress(OSError):
-            part.unlink()
     return written
 
 

@@ -133,7 +133,7 @@ class Search:
         for line in self._raw_lines():
             try:
                 entry = _decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 self.counts.malformed += 1
             else:
                 lines.offsets.append(offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from rich import box
@@ -19,6 +19,7 @@ from asyncrl.monitor.samples.texts import Texts, clean, on_a_line, pieces
 from asyncrl.types import NO_VERSION, Trajectory, Version
 
 By = Literal["logprob", "version"]
+BYS: tuple[By, ...] = get_args(By)
 
 SHADES = (
     (0.9, "9 in 10 or more", ""),

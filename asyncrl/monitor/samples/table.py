@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len
+
 from asyncrl.monitor.samples.search import Sample
 from asyncrl.monitor.samples.texts import Texts, on_a_line
 
@@ -27,15 +29,20 @@ def known(value: object) -> str:
 def table(samples: Sequence[Sample], texts: Texts, width: int) -> Iterator[str]:
     """The lines, as wide as the terminal; the response has what is left."""
     rows = [HEAD[:-1], *(_cells(s) for s in samples)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(HEAD) - 1)]
+    widths = [max(cell_len(row[k]) for row in rows) for k in range(len(HEAD) - 1)]
     left = max(LEAST, width - sum(widths) - len(GAP) * len(widths))
     said = ["response", *(on_a_line(texts.response(s.trajectory), left) for s in samples)]
     for row, response in zip(rows, said, strict=True):
         cells = [
-            cell.ljust(w) if head in LEFT else cell.rjust(w)
+            _padded(cell, w, left=head in LEFT)
             for head, cell, w in zip(HEAD, row, widths, strict=False)
         ]
         yield GAP.join([*cells, response]).rstrip()
+
+
+def _padded(cell: str, width: int, *, left: bool) -> str:
+    space = " " * (width - cell_len(cell))  # not ljust: a character may take two columns
+    return cell + space if left else space + cell
 
 
 def _cells(s: Sample) -> tuple[str, ...]:

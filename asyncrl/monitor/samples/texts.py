@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.cells import cell_len, set_cell_size
+
 from asyncrl.errors import UserError
 from asyncrl.monitor import words
 from asyncrl.monitor.reading.recent import Decode, numbers, tokenizer_of
@@ -90,10 +92,13 @@ def clean(text: str) -> str:
 
 
 def on_a_line(text: str, most: int) -> str:
-    """The beginning of a text, line ends and control characters written out.
+    r"""The beginning of a text in at most `most` columns; line ends are arrows, since a model may
+    write a backslash and an n, too. Control characters are written out.
 
-    >>> on_a_line("one" + chr(10) + "two three", 9)
-    'one\\\\ntw...'
+    >>> on_a_line("one" + chr(10) + "two three", 9), on_a_line(r"a\nb", 9)
+    ('one↵tw...', 'a\\nb')
     """
-    line = words.clean(text[: most + 1])
-    return line if len(line) <= most else line[: max(0, most - 3)] + "..."
+    line = words.clean(text[: most + 1].replace("\n", "↵"))
+    if cell_len(line) <= most:
+        return line
+    return set_cell_size(line, max(0, most - 3)).rstrip() + "..." if most >= 3 else ""

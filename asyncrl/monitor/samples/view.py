@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 
 from asyncrl.errors import UserError
+from asyncrl.monitor import outputs, words
 from asyncrl.monitor.samples import export as files
 from asyncrl.monitor.samples import show
 from asyncrl.monitor.samples.search import KEYS, Key, Search
@@ -67,7 +69,7 @@ class View:
         """A line for each of the first `limit` samples, then what was left out."""
         key, descending = order(sort)
         search = self._search(key, descending)
-        samples = list(islice(search, ROWS if limit is None else limit))
+        samples = list(islice(search, ROWS if limit is None else _capped(limit)))
         if samples:
             self._say(table(samples, self._texts, shutil.get_terminal_size((120, 24)).columns))
             self._say([""])
@@ -103,9 +105,10 @@ class View:
         search = self._search()
         samples = sorted(search, key=lambda s: s.entry.id.sample)
         if not samples:
-            raise UserError(
-                "; ".join([f"--group {text}: none of its samples match", *search.counts.lines()])
-            )
+            why = list(search.counts.lines())
+            if re.search(r":\d+:\d+:\d+$", text):  # a sample's, unless its source is named so
+                why.append("a group has three parts, SOURCE:EPOCH:INDEX, a sample's id has four")
+            raise UserError("; ".join([f"--group {text}: none of its samples match", *why]))
         console = self._console()
         console.print(show.beside(samples, self._texts, console.width))
         self._say(search.counts.lines())
@@ -117,10 +120,10 @@ class View:
             UserError: see `files.check_target` and `files.export`.
         """
         key, descending = order(sort)
-        out = Path(target).expanduser()
+        out = outputs.target(target, "--export", [self._folder])
         files.check_target(out)
         search = self._search(key, descending)
-        written = files.export(islice(search, limit), out, self._texts)
+        written = files.export(islice(search, _capped(limit)), out, self._texts)
         text = "" if self._texts.known else "; without text, the tokenizer is not on this machine"
         self._say([
             f"{out}: {written} of {search.counts.samples} samples{text}", *search.counts.lines()
@@ -139,4 +142,8 @@ class View:
 
     def _say(self, lines: Iterable[str]) -> None:
         for line in lines:
-            print(line, file=self._file)
+            print(words.clean(line, "\t"), file=self._file)
+
+
+def _capped(limit: int | None) -> int | None:
+    return None if limit is None else min(limit, sys.maxsize)  # islice takes no more

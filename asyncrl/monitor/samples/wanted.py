@@ -12,13 +12,15 @@ from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 from asyncrl.monitor.samples.texts import Texts
 from asyncrl.recording import Entry, Outcome
-from asyncrl.types import GroupId, SampleId, Trajectory
+from asyncrl.types import FinishReason, GroupId, SampleId, Trajectory
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, "!=": operator.ne,
     ">": operator.gt, "<": operator.lt, "=": operator.eq, "": operator.eq,
 }  # fmt: skip
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
+FINISHES = tuple(map(str, FinishReason))
+_WHOLE = r"([0-9]{1,18})"
 _PART = re.compile(r"\s*(>=|<=|!=|>|<|=|)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 
 
@@ -135,7 +137,7 @@ def group_id(option: str, text: str) -> GroupId:
     Raises:
         UserError: it is none.
     """
-    found = re.fullmatch(r"(.+):(\d+):(\d+)", text)
+    found = re.fullmatch(rf"(.+):{_WHOLE}:{_WHOLE}", text)
     if found is None:
         raise UserError(f"{option} {text}: a group is SOURCE:EPOCH:INDEX, as in the table's ids")
     return GroupId(found[1], int(found[2]), int(found[3]))
@@ -147,7 +149,7 @@ def sample_id(option: str, text: str) -> SampleId:
     Raises:
         UserError: it is none.
     """
-    found = re.fullmatch(r"(.+):(\d+):(\d+):(\d+)", text)
+    found = re.fullmatch(rf"(.+):{_WHOLE}:{_WHOLE}:{_WHOLE}", text)
     if found is None:
         raise UserError(f"{option} {text}: an id is SOURCE:EPOCH:INDEX:SAMPLE, as in the table")
     return SampleId(found[1], int(found[2]), int(found[3]), int(found[4]))

@@ -11,6 +11,7 @@ from asyncrl.monitor.status_reader import find
 from asyncrl.monitor.terminal.feed import Feed, FolderFeed
 from asyncrl.monitor.terminal.remote import UnreachableError, UrlFeed
 from asyncrl.monitor.terminal.watcher import NotThereError
+from asyncrl.monitor.words import clean
 
 
 def watch(run: str, directory: Path, wait_s: float) -> None:
@@ -36,7 +37,13 @@ def watch(run: str, directory: Path, wait_s: float) -> None:
             f"asyncrl monitor needs {e.name}, which is not installed: pip install "
             "'asyncrl[monitor]'"
         ) from e
-    show(attacher(run, directory), f"run {run}", wait_s)
+    # Without the token of a URL: the screen may be seen by others, or kept.
+    shown = run.partition("?")[0] if _is_url(run) else run
+    show(attacher(run, directory), f"run {clean(shown)}", wait_s)
+
+
+def _is_url(run: str) -> bool:
+    return run.startswith(("http://", "https://"))
 
 
 def attacher(run: str, directory: Path) -> Callable[[], Feed]:
@@ -44,13 +51,13 @@ def attacher(run: str, directory: Path) -> Callable[[], Feed]:
 
     def attach() -> Feed:
         try:
-            if run.startswith(("http://", "https://")):
+            if _is_url(run):
                 return UrlFeed(run)
             return FolderFeed(find(run, directory))
         except UnreachableError as e:
             raise NotThereError(str(e)) from e
         except UserError as e:
-            if run.startswith("http"):  # a token that is refused stays so
+            if _is_url(run):  # a token that is refused stays so
                 raise
             raise NotThereError(str(e)) from e
         except (KeyError, TypeError, ValueError) as e:

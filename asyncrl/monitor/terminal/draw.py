@@ -220,7 +220,7 @@ def legend(states: Iterable[str], width: int) -> Lines:
 
 def wrapped(text: str, width: int, style: str = "") -> Lines:
     """Words in lines of at most `width` columns."""
-    return list(Text(text, style).wrap(_CONSOLE, width))
+    return list(Text(text, style).wrap(_CONSOLE, max(width, 1)))
 
 
 def size(value: float) -> str:

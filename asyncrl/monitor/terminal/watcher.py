@@ -32,6 +32,10 @@ SILENT_S = 5.0
 """Without news of the launcher, which writes once a second, from here on that is said."""
 
 
+SHORTEST = 12
+"""Columns of a run's name that are shown at least."""
+
+
 class Frame(NamedTuple):
     """What the screen shows; a body of None is the one before."""
 
@@ -151,6 +155,18 @@ def cleaned(value: Any) -> Any:
     return [cleaned(item) for item in value] if isinstance(value, list) else value
 
 
+def shortened(name: str, most: int) -> str:
+    """A name of at most `most` characters, its middle left out: runs differ at their ends.
+
+    >>> shortened("tiny-20261130-095122-23798", 14), shortened("tiny", 14)
+    ('tiny-20…-23798', 'tiny')
+    """
+    if len(name) <= most:
+        return name
+    last = (most - 1) // 2
+    return f"{name[: most - 1 - last]}…{name[len(name) - last :]}"
+
+
 def head_of(feed: Feed, state: Mapping[str, Any], width: int) -> Text:
     """The run in two lines: how far it is, and what it does or why there is no news."""
     steps = "-" if state["step"] is None else f"{state['step']}/{state['steps']}"
@@ -162,6 +178,8 @@ def head_of(feed: Feed, state: Mapping[str, Any], width: int) -> Text:
         if state["left_s"] is not None:
             parts.append(f"{words.clock(state['left_s'])} left")
     name, told = clean(feed.name), "   ".join(parts)
+    if len(name) + 2 + len(told) > width:
+        name = shortened(name, max(width - len(told) - 2, SHORTEST))
     if "version" in state and len(name) + 2 + len(told) > width:
         told = "   ".join(part for part in parts if not part.startswith("version "))
     head = Text.assemble((name, "bold"), f"  {told}", "\n")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from asyncrl.errors import DataError
 from asyncrl.monitor.reading.tail import Tail
@@ -54,6 +56,28 @@ SAME_BOOT_US = 60 * 1_000_000
 between, or slept."""
 
 
+LONGEST_S = 1e11
+"""Of a time; seconds since 1970 are below it for three thousand years."""
+MOST_RANKS = 1_000_000
+Id = tuple[str | int, ...]
+
+
+class _Sample(msgspec.Struct, frozen=True):
+    """What a sample's line has, besides its times."""
+
+    id: Id
+    ends: tuple[float, ...]
+    became: str
+
+
+class _Batch(msgspec.Struct, frozen=True):
+    """Likewise that of a batch; those of its parts have none of it."""
+
+    batch: int
+    ids: tuple[Id, ...]
+    ends: Annotated[tuple[float, ...], msgspec.Meta(min_length=1)]
+
+
 @dataclass(slots=True)
 class Spans:
     """All that was read."""
@@ -70,7 +94,7 @@ def read_spans(folder: Path) -> Spans:
     machines are brought together by their clocks on the wall, and are as far apart as these.
 
     Raises:
-        DataError: nothing was kept.
+        DataError: nothing was kept, or it cannot be read.
     """
     paths = sorted((folder / "trace").glob("*.jsonl"))
     if not paths:
@@ -84,14 +108,23 @@ def read_spans(folder: Path) -> Spans:
         mine: list[Process] = []
         for part in (path.with_name(f"{path.name}.old"), path):
             tail = Tail(part)
-            for line in tail.lines():
-                try:
-                    _take(line, mine, offsets)
-                except (KeyError, TypeError, ValueError, IndexError):
-                    malformed += 1
+            try:
+                for line in tail.lines():
+                    malformed += not _taken(line, mine, offsets)
+            except OSError as e:
+                raise DataError(f"{part} cannot be read: {e.strerror or e}") from e
             malformed += tail.malformed
         processes += mine
     return Spans(processes, malformed)
+
+
+def _taken(line: dict[str, Any], processes: list[Process], offsets: dict[str, list[int]]) -> bool:
+    """Take a line; whether it could be read."""
+    try:
+        _take(line, processes, offsets)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+        return False
+    return True
 
 
 def _take(line: dict[str, Any], processes: list[Process], offsets: dict[str, list[int]]) -> None:
@@ -103,7 +136,7 @@ def _take(line: dict[str, Any], processes: list[Process], offsets: dict[str, lis
         if offset not in known:
             known.append(offset)
         begun = Process(
-            str(line["role"]), int(line["rank"]), int(line["pid"]), str(line["host"]),
+            str(line["role"]), _rank(line["rank"]), int(line["pid"]), str(line["host"]),
             str(line["run_id"]), offset,
         )  # fmt: skip
         if not processes or (processes[-1].pid, processes[-1].offset) != (begun.pid, offset):
@@ -111,13 +144,27 @@ def _take(line: dict[str, Any], processes: list[Process], offsets: dict[str, lis
         return
     process = processes[-1]
     offset = process.offset
+    if track == "sample":
+        msgspec.convert(line, _Sample)
+    elif track == "batch" and "batch" in line:
+        msgspec.convert(line, _Batch)
     if "ends" in line:
         line["ends"] = [_us(e) + offset for e in line["ends"]]
     process.spans.append(Span(track, name, at + offset, at + lasted + offset, line))
 
 
 def _us(seconds: Any) -> int:
-    return round(float(seconds) * 1e6)
+    found = float(seconds)
+    if not abs(found) < LONGEST_S:
+        raise ValueError(f"{found} is no time")
+    return round(found * 1e6)
+
+
+def _rank(number: Any) -> int:
+    found = int(number)
+    if not 0 <= found < MOST_RANKS:
+        raise ValueError(f"{found} is no rank")
+    return found
 
 
 def of_track(spans: Spans, track: str, role: str) -> Iterator[tuple[Process, Span]]:

@@ -6,8 +6,10 @@ import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from asyncrl.errors import UserError
+from asyncrl.monitor.outputs import replacing
 from asyncrl.monitor.trace.events import Timeline
 from asyncrl.monitor.trace.reading import read_spans
 
@@ -48,11 +50,7 @@ def write_trace(folder: Path, out: Path, steps: tuple[int, int] | None = None) -
     run_id = spans.processes[0].run_id if spans.processes else ""
     head = {"displayTimeUnit": "ms", "otherData": {"run_id": run_id, "hosts": hosts}}
     try:
-        with (
-            gzip.open(out, "wt", encoding="utf-8")
-            if out.suffix == ".gz"
-            else open(out, "w", encoding="utf-8") as file
-        ):
+        with replacing(out) as part, _opened(part, packed=out.suffix == ".gz") as file:
             file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
             for number, event in enumerate(events):
                 file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
@@ -62,3 +60,7 @@ def write_trace(folder: Path, out: Path, steps: tuple[int, int] | None = None) -
     last = max((e["ts"] + e.get("dur", 0) for e in events if "ts" in e), default=0)
     flows = sum(e["ph"] == "s" for e in events)
     return Written(len(events), flows, last / 1e6, spans.malformed)
+
+
+def _opened(path: Path, *, packed: bool) -> IO[str]:
+    return gzip.open(path, "wt", encoding="utf-8") if packed else open(path, "w", encoding="utf-8")

@@ -9,9 +9,11 @@ It only reads files. Work is done in threads of the server, a run's under the ru
 from __future__ import annotations
 
 import gzip
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import msgspec
@@ -21,7 +23,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from asyncrl.monitor.figures.catalogue import BY_NAME, FIGURES
+from asyncrl.monitor import words
+from asyncrl.monitor.figures import recorded
+from asyncrl.monitor.figures.catalogue import BY_NAME, FIGURES, Entry
 from asyncrl.monitor.figures.themes import template
 from asyncrl.monitor.reading import panels
 from asyncrl.monitor.reading.budget import Budget
@@ -65,10 +69,12 @@ def make_app(shelf: Shelf, first: list[str], token: str) -> App:
         Route("/api/runs/{name}/log", pages.log),
         Route("/api/runs/{name}/samples", pages.samples),
         Route("/api/runs/{name}/advice", pages.advice),
+        Route("/api/runs/{name}/names", pages.names),
         Route("/api/runs/{name}/lines/{what}", pages.lines),
         Route("/api/runs/{name}/{what}", pages.whole),
     ]
-    return Gate(cast(App, Starlette(routes=routes)), token)
+    app = Starlette(routes=routes, exception_handlers={OSError: _unreadable})
+    return Gate(cast(App, app), token)
 
 
 class Pages:
@@ -81,10 +87,16 @@ class Pages:
 
     def runs(self, request: Request) -> Response:
         """Which runs there are."""
-        found = []
-        for name in self._shelf.names():
-            found.append({"name": name} | panels.brief(self._shelf.open(name).folder))
+        found = [self._listed(name) for name in self._shelf.names()]
         return _json({"runs": found, "first": self._first})
+
+    def _listed(self, name: str) -> msgspec.Raw | dict[str, Any]:
+        """A run in the list; whatever is wrong with one, the others are told of."""
+        try:
+            brief = panels.brief(self._shelf.open(name).folder)
+            return msgspec.Raw(msgspec.json.encode({"name": name} | brief))
+        except Exception as e:
+            return {"name": name} | panels.unread(f"cannot be read: {type(e).__name__}: {e}")
 
     def catalogue(self, request: Request) -> Response:
         """The figures there are, and what is to be theirs in light and dark."""
@@ -111,24 +123,25 @@ class Pages:
         answer, fresh = {}, self._budget.allows()
         for asked in query.getlist("figure"):
             name, _, have = asked.partition(":")
-            if name in BY_NAME:
-                of = runs if BY_NAME[name].overlaid else runs[:1]
+            entry = BY_NAME.get(name) or recorded.entry(name)
+            if entry is not None:
+                of = runs if entry.overlaid else runs[:1]
                 news = self._revisions.ask(
                     (name, axis, tuple(r.name for r in of)), tuple(r.revision for r in of),
-                    self._drawing(of, name, cast(Axis, axis)), _revision(have), fresh=fresh,
+                    self._drawing(of, entry, cast(Axis, axis)), _revision(have), fresh=fresh,
                 )  # fmt: skip
                 if news is not None:
                     answer[name] = news
         return _json(answer)
 
-    def _drawing(self, runs: list[ServedRun], name: str, axis: Axis) -> Callable[[], Any]:
+    def _drawing(self, runs: list[ServedRun], entry: Entry, axis: Axis) -> Callable[[], Any]:
         def draw() -> Any:
             # In order of their names, so that two pages never wait for each other.
             for run in sorted(runs, key=lambda r: r.name):
                 run.lock.acquire()
             try:
                 with self._budget.spend():
-                    return BY_NAME[name].draw([r.drawn() for r in runs], axis)
+                    return entry.draw([r.drawn() for r in runs], axis)
             finally:
                 for run in runs:
                     run.lock.release()
@@ -162,6 +175,13 @@ class Pages:
         with run.lock:
             run.update()
             return _json({"advice": run.advice()})
+
+    def names(self, request: Request) -> Response:
+        """The metrics that can be drawn one by one."""
+        run = self._named(request)
+        with run.lock:
+            run.update()
+            return _json({"names": recorded.names(run.history)})
 
     def lines(self, request: Request) -> Response:
         """Whole lines of metrics.jsonl or events.jsonl from a byte on."""
@@ -213,6 +233,13 @@ def _number(request: Request, name: str) -> int:
     if not (text.isascii() and text.isdecimal()) or len(text) > 15:
         raise HTTPException(400, f"{name}=NUMBER")
     return int(text)
+
+
+def _unreadable(request: Request, e: Exception) -> Response:
+    """A folder where a file belongs, a file that may not be read, a disk that fails."""
+    assert isinstance(e, OSError)
+    told = f"{Path(os.fsdecode(e.filename or 'a file')).name} cannot be read: {e.strerror or e}"
+    return Response(words.text(told) + "\n", 503, media_type="text/plain")
 
 
 def _json(content: Any) -> Response:

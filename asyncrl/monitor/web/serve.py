@@ -34,6 +34,7 @@ def serve(
         import uvicorn
 
         from asyncrl.monitor.web.app import make_app
+        from asyncrl.monitor.web.patience import options
     except ImportError as e:
         raise MissingExtraError(
             f"--web needs {e.name}, which is not installed: pip install 'asyncrl[monitor]'"
@@ -44,7 +45,7 @@ def serve(
     config = uvicorn.Config(
         cast("uvicorn._types.ASGIApplication", app), lifespan="off", log_level="warning",
         access_log=False, server_header=False, timeout_graceful_shutdown=2, ws="none",
-        timeout_keep_alive=30,
+        **options(),
     )  # fmt: skip
     for line in told(host, bound.getsockname()[1], token):
         tell(line)

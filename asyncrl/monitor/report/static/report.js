@@ -69,8 +69,7 @@
     at("tiles").append(...panels.tiles(first));
   }
   for (const n of names) {
-    at("advice").append(...panels.advice(data.advice[n].map((a) => (
-      names.length > 1 ? { ...a, text: `${n}: ${a.text}` } : a))));
+    at("advice").append(...panels.advice(data.advice[n], names.length > 1 ? n : ""));
   }
   if (names.length > 1) {
     const body = data.difference.length ? panels.table(["", ...names], data.difference)

@@ -117,8 +117,8 @@ def weights(view: View) -> Sequence[Panel]:
 
 def _by_k(view: View, width: int) -> Lines:
     names = view.history.names()
-    ages = sorted({int(k) for n in names if n.startswith(BY_K)
-                   and (k := n.removeprefix(BY_K).split("/")[0]).isdigit()})  # fmt: skip
+    found = {words.whole(n.removeprefix(BY_K).split("/")[0]) for n in names if n.startswith(BY_K)}
+    ages = sorted(k for k in found if k is not None)
     rows: list[list[str | Text]] = []
     for label, prefix in [("all", "is/"), *((f"{k} behind", f"{BY_K}{k}/") for k in ages)]:
         counts = _lately(view, "loss/tokens" if label == "all" else f"{prefix}count")

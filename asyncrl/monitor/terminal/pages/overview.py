@@ -13,6 +13,8 @@ from asyncrl.monitor.terminal.view import View, series
 
 HEADLINES = frozenset({"step", "version"})
 """Figures that the head of the screen has."""
+FIRST = ("samples/s trained", "tokens/s generated", "learner waits", "actors wait")
+"""Figures that the smallest screen shows without scrolling."""
 WIDE, HIGH = 130, 40
 """A screen that has room for more."""
 
@@ -24,9 +26,10 @@ def overview(view: View) -> Sequence[Panel]:
     return [
         Panel("", lambda w: series(view, "reward", "reward/mean", w) + _held_out(view)),
         Panel("", lambda w: series(view, "loss", "loss/policy", w, form="{:.4f}", short=True)),
-        Panel("", lambda w: _pace(view, w)),
-        Panel("figures", lambda w: pairs(_figures(view), w)),
+        Panel("", lambda w: pairs(_first(view), w)),
         Panel("advice", lambda w: _advice(view, w)),
+        Panel("figures", lambda w: pairs(_figures(view), w)),
+        Panel("", lambda w: _pace(view, w)),
         *(_more(view) if view.wanted.width >= WIDE and view.wanted.height >= HIGH else ()),
         _events(view),
     ]
@@ -40,8 +43,12 @@ def _more(view: View) -> list[Panel]:
         Panel("", lambda w: generated(view, w)),
         Panel("", lambda w: series(view, "effective sample size", "is/ess_frac", w, low=0.0)),
         Panel("", lambda w: series(view, "entropy, nats", "loss/entropy", w)),
+        Panel("", lambda w: series(view, "groups whose rewards are all equal",
+                                   "reward/zero_std_frac", w, low=0.0, short=True)),
+        Panel("", lambda w: series(view, "responses truncated", "rollout/truncated_frac", w,
+                                   low=0.0, short=True)),
         Panel("waits", lambda w: waits(view, w)),
-    ]
+    ]  # fmt: skip
 
 
 def _starting(view: View) -> Lines:
@@ -66,8 +73,14 @@ def _pace(view: View, width: int) -> Lines:
                   short=True)  # fmt: skip
 
 
+def _first(view: View) -> list[tuple[str, str]]:
+    found = {label: text for label, text in view.state["finals"]}
+    return [(label, found[label]) for label in FIRST if label in found]
+
+
 def _figures(view: View) -> list[tuple[str, str]]:
-    return [(label, text) for label, text in view.state["finals"] if label not in HEADLINES]
+    shown = HEADLINES.union(FIRST)
+    return [(label, text) for label, text in view.state["finals"] if label not in shown]
 
 
 def _advice(view: View, width: int) -> Lines:
@@ -81,7 +94,7 @@ def _events(view: View) -> Panel:
         newest = view.state["events"][-8:]
         return [
             Text.assemble((f"{e['at']:>6} ", "dim"), f"{e['role']} ", (e["event"], "bold"),
-                          f" {e['more']}")
+                          f" x {e['count']}" if e.get("count", 1) > 1 else "", f" {e['more']}")
             for e in newest
         ]  # fmt: skip
 

@@ -11,6 +11,12 @@ from asyncrl.monitor.words import clean
 STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 SHOWN = {"": "all", "trained": "trained ones", "other": "those not trained"}
 
+NONE = {
+    "": "nothing is recorded yet (with record.trajectories=false, nothing is)",
+    "trained": "none of the samples recorded last was trained",
+    "other": "all samples recorded last were trained: none was dropped, filtered, failed or held",
+}
+
 
 def log(view: View) -> Text:
     """The logs of all roles, merged, the newest last."""
@@ -39,7 +45,7 @@ def samples(view: View) -> Text:
     """Prompts and responses whose fate was settled last, the newest first."""
     made = Text.assemble((f"the last samples: {SHOWN[view.wanted.only]}", "bold underline"), "\n")
     if not view.samples:
-        return made.append("none in the recording (record.trajectories)", "dim")
+        return made.append(NONE[view.wanted.only], "dim")
     for sample in view.samples:
         made.append(f"{clean(sample['head'])}\n", "bold")
         made.append("prompt    ", "dim").append(clean(sample["prompt"], "\n") + "\n")
@@ -64,7 +70,8 @@ Home, End                    likewise     l, o        choose, on pages 7 and 8
 
 It reads the run's files once a second and nothing else: it asks no process,
 writes nothing, and may be killed at any time. Red in the second line: there
-is no news, or something is wrong. What metrics mean: docs/metrics.md."""
+is no news, or something is wrong. What the headlines mean: docs/monitoring.md,
+"Words"; metrics: docs/metrics.md."""
 
 
 def help_(view: View) -> Text:

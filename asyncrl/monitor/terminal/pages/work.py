@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from asyncrl.metrics import STATES
 from asyncrl.monitor import words
 from asyncrl.monitor.reading.history import BUFFER, Source, source_name
+from asyncrl.monitor.status_reader import UNKNOWN
 from asyncrl.monitor.terminal.draw import (
     LABEL,
     Lines,
@@ -26,6 +29,8 @@ from asyncrl.monitor.terminal.view import LATELY_S, View, over_time, series, sha
 
 NAMES = 12
 """Columns of a process's name."""
+WAITS = 48
+"""Columns that waits want beside their role; with less they go below it."""
 ROLES = ("learner", "actor", "buffer", "relay", "launcher")
 
 
@@ -41,8 +46,8 @@ def pace(view: View) -> Sequence[Panel]:
     return [
         Panel("where the time goes: life | last minute", lambda w: times(view, w)),
         Panel("", lambda w: generated(view, w)),
-        Panel("", lambda w: series(view, "tokens/s trained", "throughput/train_tok_s", w,
-                                   form="{:.0f}", low=0.0)),
+        Panel("", lambda w: series(view, "tokens/s trained, prompts included",
+                                   "throughput/train_tok_s", w, form="{:.0f}", low=0.0)),
         Panel("weights: last publication, seconds", lambda w: _publication(view, w)),
     ]  # fmt: skip
 
@@ -66,10 +71,10 @@ def times(view: View, width: int) -> Lines:
 
 
 def generated(view: View, width: int) -> Lines:
-    """Tokens per second of all actors."""
+    """Response tokens per second of all actors."""
     xs, values = over_time(view.history, "throughput/gen_tok_s", "actor", width - LABEL)
-    return chart("tokens/s generated", xs, values, width, view.tall, form="{:.0f}", axis="second",
-                 low=0.0, colour="green")  # fmt: skip
+    return chart("tokens/s generated, responses only", xs, values, width, view.tall,
+                 form="{:.0f}", axis="second", low=0.0, colour="green")  # fmt: skip
 
 
 def _publication(view: View, width: int) -> Lines:
@@ -109,7 +114,7 @@ def _ledger(view: View, width: int) -> Lines:
     lines = table(("term", "samples", "share", ""), [("dispatched", f"{whole}", "", ""), *rows])
     lines.append(Text.assemble(law))
     if ledger["waiting_for"]:
-        lines += wrapped(f"the next batch waits for {ledger['waiting_for']}", width, "yellow")
+        lines += wrapped(f"the next batch still lacks {ledger['waiting_for']}", width, "yellow")
     return lines
 
 
@@ -118,11 +123,13 @@ def _held(view: View, width: int) -> Lines:
     if "queue/depth" not in last:
         return [Text("nothing committed yet", "dim")]
     depth, most = last["queue/depth"], last.get("queue/capacity", 0.0)
+    alive = last.get("samples/held", depth)
     used, limit = last.get("queue/bytes", 0.0), last.get("queue/limit_bytes", 0.0)
     aside = last.get("queue/reserved_bytes", 0.0)
-    room = max(8, width - 44)
+    room = max(8, width - 50)
     rows = [
-        ("samples", f"{depth:.0f} of {most:.0f}", bar(depth / most if most else 0.0, room)),
+        ("samples alive", f"{alive:.0f} of {most:.0f}", bar(alive / most if most else 0.0, room)),
+        ("of them waiting", f"{depth:.0f}", bar(depth / most if most else 0.0, room)),
         ("bytes", f"{size(used)} of {size(limit)}", bar(used / limit if limit else 0.0, room)),
         ("set aside", size(aside), bar(aside / limit if limit else 0.0, room)),
     ]
@@ -141,7 +148,7 @@ def waits(view: View, width: int) -> Lines:
     """Who waits for what."""
     lines = [line for role in view.state["roles"] for wait in role["waits"]
              for line in wrapped(f"{role['name']}: {wait}", width)]  # fmt: skip
-    return lines or [Text("nobody waits for anybody", "dim")]
+    return lines or [Text("no process waits at the moment", "dim")]
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -149,29 +156,59 @@ def waits(view: View, width: int) -> Lines:
 
 def processes(view: View) -> Sequence[Panel]:
     """Every process: whether it lives, what it takes, what it waits for now."""
-    return [Panel("", lambda w: _roles(view))]
+    return [Panel("", lambda w: _unknown(view, w) + _roles(view, w))]
 
 
-def _roles(view: View) -> Lines:
-    rows: list[list[str | Text]] = []
-    for role in view.state["roles"]:
-        kind, _, rank = role["name"].rpartition("-")
-        source = (kind, int(rank)) if kind and rank.isdigit() else (role["name"], 0)
-        last = view.history.latest(source)
-        heard = role["heard_s"]
-        cpu, dead = last.get("host/cpu_frac"), role["state"] == "dead"
-        rows.append([
-            role["name"], Text(role["state"], "bold red" if dead else ""),
-            "-" if role["version"] is None else f"{role['version']}", f"{role['restarts']}",
-            "-" if heard is None else words.age(heard), "-" if cpu is None else f"{cpu:.2f}",
-            "-" if "host/rss_bytes" not in last else size(last["host/rss_bytes"]),
-            _under_way(last), role["waits"][0] if role["waits"] else "-",
-        ])  # fmt: skip
-        rows += [[""] * 8 + [wait] for wait in role["waits"][1:3]]
-    if not rows:
+def _unknown(view: View, width: int) -> Lines:
+    """That the table is old, and how the run goes on."""
+    lines: Lines = []
+    since = view.state.get("unknown_s")
+    if since is not None:
+        lines += wrapped(f"as it was {words.age(since)} ago, when the launcher was last heard of",
+                         width, "bold red")  # fmt: skip
+    if view.state.get("go_on"):
+        lines += wrapped(f"it goes on with: {view.state['go_on']}", width)
+    return lines
+
+
+def _roles(view: View, width: int) -> Lines:
+    roles = view.state["roles"]
+    if not roles:
         return [Text("the launcher has not said anything yet", "dim")]
-    head = ("role", "state", "ver", "re", "heard", "cpu", "memory", "flight", "waits")
-    return table(head, rows, left=2)
+    rows = [_role(view, role) for role in roles]
+    waits = "waits" if view.state.get("unknown_s") is None else "waited then"
+    head = ("role", "state", "ver", "re", "heard", "cpu", "memory", "flight")
+    lines = table((*head, ""), [[*row, ""] for row in rows], left=2)
+    beside = max(cell_len(line.plain) for line in lines) + 2
+    if width - beside < WAITS:  # they go below their role, whole
+        for at, role in reversed(list(enumerate(roles, start=1))):
+            told = [line for wait in role["waits"][:3]
+                    for line in wrapped(f"{waits} {wait}", width - 2)]  # fmt: skip
+            lines[at + 1 : at + 1] = [Text.assemble("  ", line) for line in told]
+        return lines
+    made: Lines = [_beside(lines[0], Text(waits, "dim"), beside)]
+    for line, role in zip(lines[1:], roles, strict=True):
+        told = [one for wait in role["waits"][:3] or ["-"] for one in wrapped(wait, width - beside)]
+        made.append(_beside(line, told[0], beside))
+        made += [_beside(Text(), one, beside) for one in told[1:]]
+    return made
+
+
+def _beside(left: Text, right: Text, at: int) -> Text:
+    return Text.assemble(left, " " * (at - cell_len(left.plain)), right)
+
+
+def _role(view: View, role: Mapping[str, Any]) -> list[str | Text]:
+    kind, rank = words.numbered(role["name"])
+    last = view.history.latest((kind, rank or 0))
+    heard, cpu = role["heard_s"], last.get("host/cpu_frac")
+    style = {"dead": "bold red", UNKNOWN: "red"}.get(role["state"], "")
+    return [
+        role["name"], Text(role["state"], style),
+        "-" if role["version"] is None else f"{role['version']}", f"{role['restarts']}",
+        "-" if heard is None else words.age(heard), "-" if cpu is None else f"{cpu:.2f}",
+        "-" if "host/rss_bytes" not in last else size(last["host/rss_bytes"]), _under_way(last),
+    ]  # fmt: skip
 
 
 def _under_way(last: Mapping[str, float]) -> str:

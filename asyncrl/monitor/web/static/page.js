@@ -2,6 +2,9 @@
 "use strict";
 (() => {
   const EVERY_MS = 2000, OVER_MS = 10000;
+  const SMOOTH = "asyncrl-smooth";
+  // Counts and totals, which have no noise: they are drawn as they are.
+  const RAW = new Set(["version", "ends", "lag", "depth", "bytes", "memory", "device_memory"]);
   const { el } = panels;
   const at = (id) => document.getElementById(id);
   const cards = new Map(); // figure's name -> {card, plot, note, rev, figure, overlaid}
@@ -67,11 +70,34 @@
     }
     panel(grids.get("Buffer"), "Ledger", "Each dispatch of a sample ends in exactly one term", "ledger", true);
     panel(grids.get("Actors"), "Processes", "Who is there, and whom each waits for now", "roles", true);
+    picker();
     panel(section("Samples", "samples-section"), "Last samples", "Of the recording, the newest first", "samples");
     panel(section("Events", "events-section"), "Events", "The newest first", "events");
     panel(section("Log", "log-section"), "Log", "Of all roles, the newest last", "log");
     at("log").className = "log";
     panel(section("Configuration", "config-section"), "config.yaml", "As it was resolved at the launch", "config");
+  }
+
+  // One figure of whatever metric is named.
+  function picker() {
+    const grid = section("Any metric", "any-section"), card = el("article", null, "card wide");
+    const plot = el("div", null, "plot"), input = el("input"), list = el("datalist");
+    list.id = "any-names";
+    input.id = "any";
+    input.placeholder = "e.g. learner-0/loss/grad_norm";
+    input.setAttribute("list", list.id);
+    plot.hidden = true;
+    card.append(el("h3", "A metric of metrics.jsonl"), input, list, plot);
+    grid.append(card);
+    input.addEventListener("change", () => {
+      cards.delete(card.dataset.figure);
+      seen.delete(card.dataset.figure);
+      watch.unobserve(card);
+      card.dataset.figure = `any=${input.value}`;
+      cards.set(card.dataset.figure,
+        { card, plot, title: input.value, overlaid: true, stays: true, rev: null, figure: null });
+      watch.observe(card);
+    });
   }
 
   // --- runs --------------------------------------------------------------------------------
@@ -137,21 +163,47 @@
       if (!("figure" in news) && !c.figure) continue; // it was dropped meanwhile: ask for it whole
       c.figure = grown(c.figure, news);
       c.rev = news.rev;
-      c.card.classList.toggle("absent", !c.figure);
+      c.card.classList.toggle("absent", !c.figure && !c.stays);
+      c.plot.hidden = !c.figure;
       if (c.figure) draw(c);
     }
     for (const box of document.querySelectorAll("main > section")) {
       const note = box.querySelector(".absentees");
       if (!note) continue;
       const absent = [...cards.values()].filter((c) => box.contains(c.card) && c.card.classList.contains("absent"));
-      note.textContent = absent.length ? `Nothing to draw yet: ${absent.map((c) => c.title).join(", ")}` : "";
+      note.textContent = absent.length ? `Not recorded, or not yet: ${absent.map((c) => c.title).join(", ")}` : "";
     }
+  }
+
+  // Lines as their exponential moving average; what was measured stays in the hover text.
+  function smoothed(figure) {
+    const kept = Number(at("smooth").value);
+    if (!kept) return figure;
+    const data = figure.data.map((t) => {
+      if (t.type !== "scatter" || t.stackgroup || t.fill || t.y.length < 3) return t;
+      let mean = 0, weight = 0;
+      const y = t.y.map((v) => {
+        if (v === null || !Number.isFinite(v)) return v;
+        mean = kept * mean + (1 - kept) * v;
+        weight = kept * weight + 1 - kept; // so that the first values do not begin at 0
+        return mean / weight;
+      });
+      return { ...t, y, customdata: t.y, hovertemplate: "%{customdata:.4~g} (smoothed %{y:.4~g})" };
+    });
+    return { ...figure, data };
+  }
+
+  function smooth() {
+    const kept = Number(at("smooth").value);
+    at("smoothed").textContent = kept ? kept.toFixed(2) : "off";
+    for (const c of cards.values()) if (c.figure) draw(c);
   }
 
   function draw(c) {
     const alone = !c.overlaid && chosen.length > 1 ? `${c.title} · ${chosen[0]}` : c.title;
     c.card.querySelector("h3").textContent = alone;
-    asyncrl.draw(c.plot, c.figure, axis + chosen.join("/"));
+    asyncrl.draw(c.plot, RAW.has(c.plot.parentNode.dataset.figure) ? c.figure : smoothed(c.figure),
+      axis + chosen.join("/"));
   }
 
   // --- panels ------------------------------------------------------------------------------
@@ -163,7 +215,8 @@
     if (!state) return OVER_MS;
     at("run-name").textContent = chosen.join(" · ");
     at("run-state").textContent = chosen.map((n) => (chosen.length > 1 ? `${n}: ` : "") + states[n].state
-      + (states[n].stalled ? `; stalled: ${states[n].stalled.why}` : "")).join(" · ");
+      + (states[n].stalled ? `; stalled: ${states[n].stalled.why}` : "")
+      + (states[n].go_on ? `; it goes on with: ${states[n].go_on}` : "")).join(" · ");
     if (chosen.length > 1) {
       const card = el("div", null, "card narrow");
       card.append(panels.compared(states));
@@ -186,7 +239,15 @@
   async function rest() {
     const run = chosen[0];
     if (seen.has("#overview") && ticks % 3 === 0) {
-      at("advice").replaceChildren(...panels.advice((await get(of(run, "advice"))).advice));
+      const runs = [...chosen], found = [];
+      for (const n of runs) {
+        found.push(...panels.advice((await get(of(n, "advice"))).advice, runs.length > 1 ? n : ""));
+      }
+      if (runs.join("/") === chosen.join("/")) at("advice").replaceChildren(...found);
+    }
+    if (seen.has("#any-section") && (ticks % 5 === 0 || !at("any-names").firstChild)) {
+      const found = (await get(of(run, "names"))).names;
+      at("any-names").replaceChildren(...found.map((name) => Object.assign(el("option"), { value: name })));
     }
     if (seen.has("#log-section")) {
       const answer = await get(of(run, "log"), [["after", logged]]);
@@ -242,6 +303,12 @@
     axis = ["step", "version", "wall_s"].includes(address.get("axis")) ? address.get("axis") : "step";
     at("axis").value = axis;
     at("axis").addEventListener("change", () => { axis = at("axis").value; reset(); });
+    try { at("smooth").value = localStorage.getItem(SMOOTH) || 0; } catch { /* storage is off */ }
+    at("smooth").addEventListener("input", () => {
+      try { localStorage.setItem(SMOOTH, at("smooth").value); } catch { /* not remembered, then */ }
+      smooth();
+    });
+    smooth();
     document.addEventListener("visibilitychange", soon);
     document.addEventListener("click", (e) => { if (!at("runs").contains(e.target)) at("runs").open = false; });
     asyncrl.onTheme(() => { for (const c of cards.values()) if (c.figure) draw(c); });

@@ -72,11 +72,18 @@ const panels = (() => {
     const rows = state.roles.map((r) => {
       const waits = el("div");
       (r.waits.length ? r.waits : ["-"]).forEach((w) => waits.append(el("div", w)));
-      const kind = { alive: "good", dead: "bad", restarting: "warn", starting: "warn" }[r.state];
-      const heard = r.heard_s === null ? "-" : `${r.heard_s.toFixed(1)} s ago`;
+      const kind = { alive: "good", dead: "bad", restarting: "warn", starting: "warn", unknown: "bad" }[r.state];
+      const heard = r.heard_s === null ? "-"
+        : `${r.heard_s < 120 ? `${r.heard_s.toFixed(1)} s` : clock(r.heard_s)} ago`;
       return [r.name, el("span", r.state, kind), r.version, r.restarts, r.pid, heard, waits];
     });
-    return table(["process", "state", "version", "restarts", "pid", "heard", "waits for"], rows);
+    const old = state.unknown_s !== null && state.unknown_s !== undefined;
+    const shown = table(["process", "state", "version", "restarts", "pid", "heard",
+      old ? "waited then for" : "waits for"], rows);
+    if (old) {
+      shown.prepend(el("p", `as it was ${clock(state.unknown_s)} ago, when the launcher was last heard of`, "bad"));
+    }
+    return shown;
   }
 
   function ledger(state) {
@@ -90,13 +97,15 @@ const panels = (() => {
     });
     box.append(law, el("p", l.conserved ? "the law holds" : "THE LAW DOES NOT HOLD",
       l.conserved ? "good" : "bad"));
-    if (l.waiting_for) box.append(el("p", `the learner's next batch waits for: ${l.waiting_for}`, "soft"));
+    if (l.waiting_for) box.append(el("p", `the next batch still lacks ${l.waiting_for}`, "soft"));
     return box;
   }
 
   function events(state) {
     const box = table(["at", "role", "event", ""],
-      state.events.slice().reverse().map((e) => [e.at, e.role, e.event, el("span", e.more, "soft")]));
+      state.events.slice().reverse().map((e) => [
+        e.at, e.role, e.count > 1 ? `${e.event} x ${e.count}` : e.event, el("span", e.more, "soft"),
+      ]));
     box.className += " rolls";
     return box;
   }
@@ -124,8 +133,9 @@ const panels = (() => {
     return box;
   }
 
-  const advice = (lines) => lines.map((a) => {
-    const p = el("p", `${a.text} `);
+  // `run`: whose it is, where there are several.
+  const advice = (lines, run) => lines.map((a) => {
+    const p = el("p", run ? `${run}: ${a.text} ` : `${a.text} `);
     p.append(el("code", a.setting));
     if (a.gain) p.append(el("span", `, up to ${a.gain.toFixed(1)} times as fast`, "soft"));
     return p;

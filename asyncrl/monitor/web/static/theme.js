@@ -29,7 +29,18 @@ const asyncrl = (() => {
     apply();
   }
 
+  const ENTRY = 44, LETTER = 6.2, LINE = 19, LINES = 2;
+
+  // Pixels that a legend takes beyond the lines that a plot has room for. Plotly puts its entries
+  // in columns as wide as the widest.
+  function legendOf(figure, width) {
+    const names = figure.data.filter((t) => t.name && t.showlegend !== false).map((t) => t.name.length);
+    const columns = Math.max(1, Math.floor(width / (ENTRY + LETTER * Math.max(0, ...names))));
+    return LINE * Math.max(0, Math.ceil(names.length / columns) - LINES);
+  }
+
   function draw(element, figure, zoom) {
+    element.style.setProperty("--legend", `${legendOf(figure, element.clientWidth)}px`);
     const layout = {
       ...figure.layout, template: templates[theme()], uirevision: zoom,
       dragmode: coarse.matches ? false : "zoom",
