@@ -36,8 +36,6 @@ from asyncrl.waits import Waits
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
-LEASES = "leases"
-"""What a wait for them begins with; why there are none is known to the buffer (its gauges)."""
 """How long the buffer may park a lease request."""
 PROGRESS_EVERY_S = 2.0
 """How often progress renews the leases."""
@@ -152,7 +150,8 @@ class RolloutLoop:
         if not room:
             return nullcontext()
         samples = "1 sample" if room == 1 else f"{room} samples"
-        return self.waits.on(f"{LEASES} for {samples}", owner="buffer-0")
+        # Why there are none the buffer knows: monitor/status_file.py adds it, by these words.
+        return self.waits.on(f"leases for {samples}", owner="buffer-0")
 
     def _start(self, lease: Lease) -> None:
         self._progress[lease.lease] = Progress(open=len(lease.samples))

@@ -95,6 +95,7 @@ class WeightService:
 
     async def _answer(self, frames: list[bytes]) -> wire.Message:
         req, step, began = 0, "", time.monotonic()
+        unforeseen: Exception | None = None
         try:
             message, _ = wire.decode(frames)
             req, step = message.req, STEPS.get(type(message), "")
@@ -104,18 +105,19 @@ class WeightService:
         except AsyncRLError as e:
             error = wire.Error(req=req, error=type(e).__name__, message=str(e))
         except Exception as e:
+            unforeseen = e
             error = wire.Error(req=req, error="EngineError", message=f"{type(e).__name__}: {e}")
         else:
             return wire.Ok(req=req)
         if step:  # else it is nobody's step
-            self._failed(step, time.monotonic() - began, error.message)
+            self._failed(step, time.monotonic() - began, error.message, unforeseen)
         return error
 
-    def _failed(self, step: str, seconds: float, why: str) -> None:
+    def _failed(self, step: str, seconds: float, why: str, unforeseen: Exception | None) -> None:
         version = None if step == "join" else self._version
         of = "" if version is None else f" of {version}"
         reason = f"{step}{of} from learner-0 failed after {seconds:.1f} s: {why}"
-        log.warning("weights: %s", reason)
+        log.warning("weights: %s", reason, exc_info=unforeseen)
         self._on_failure(version, reason)
 
     async def _dispatch(self, message: wire.Message) -> None:

@@ -80,7 +80,7 @@ def advise(window: Window, config: Config) -> list[Advice]:
     """Advice for a run that went on as in the window, the bottleneck first; a pure function."""
     if window.seconds < ENOUGH_S:
         return []
-    found = [rule(window, config) for rule in (_bottleneck, _ess, _length, *_LATELY)]
+    found = [rule(window, config) for rule in (_bottleneck, _ess, _length, _alike, _truncated)]
     return [advice for advice in found if advice is not None]
 
 
@@ -275,9 +275,6 @@ def _truncated(window: Window, config: Config) -> Advice | None:
         "samples (asyncrl samples --finish length): the policy may not know how to stop",
         "rollout.max_new_tokens", None,
     )  # fmt: skip
-
-
-_LATELY = (_alike, _truncated)
 
 
 def as_json(advice: list[Advice]) -> list[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.schema import Config
+from asyncrl.monitor import words
 from asyncrl.monitor.fleet_view import FleetView
 from asyncrl.monitor.reading.clock import RunClock
 from asyncrl.monitor.reading.totals import growth
@@ -109,8 +110,7 @@ class Board:
         if event is not None and event["event"] == "ended":
             self.ended = True
         if event is not None and event["event"] == "deadline_passed":
-            role = record["role"]
-            name = role if role == "launcher" else f"{role}-{record['rank']}"
+            name = words.named(record["role"], record["rank"])
             self.deadlines.append((time.monotonic(), name, event))
         self.clock.write(record)
         if not self._stepped:

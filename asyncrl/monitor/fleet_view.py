@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from asyncrl.monitor import words
+
 RoleState = Literal["starting", "alive", "restarting", "leaving", "dead", "left", "finished"]
 _STARTING = ("starting", "restarting")
-_ENDED = ("dead", "left", "finished")
+ENDED = ("dead", "left", "finished")
+"""States that do not change any more, whatever became of the launcher."""
 _KINDS = ("launcher", "buffer", "learner", "relay", "actor")
 _LOADING = {"actor": "loading the engine", "learner": "loading the model"}
 """What a role of a kind does while it starts."""
@@ -91,7 +94,7 @@ class FleetView:
     def heard(self, record: Mapping[str, Any], now: float) -> None:
         """A record of a role's own."""
         role, event = record["role"], record["event"] or {}
-        name = role if role == "launcher" else f"{role}-{record['rank']}"
+        name = words.named(role, record["rank"])
         changes: dict[str, Any] = {"heard": now}
         if record.get("pid") is not None:  # the launcher's events have none
             changes["pid"] = record["pid"]
@@ -101,7 +104,7 @@ class FleetView:
             changes["waits"] = tuple(record["waits"])
         with self._lock:
             view = self.roles.get(name) or RoleView(name, doing_since=now)
-            if view.state in _ENDED or (view.state == "restarting" and not event):
+            if view.state in ENDED or (view.state == "restarting" and not event):
                 return  # last words, still on their way: its pulse begins when it is ready
             if role == "launcher":
                 changes["state"] = "alive"

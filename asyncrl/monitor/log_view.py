@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 from asyncrl.errors import UserError
-from asyncrl.monitor.logs import LEVELS, Entry, LogReader, shown
+from asyncrl.monitor.log_file import LEVELS, Entry
+from asyncrl.monitor.logs import LogReader, shown
 
 POLL_S = 0.5
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -15,7 +15,7 @@ FILES = frozenset({
     "launcher.lock",
 })  # fmt: skip
 FOLDERS = frozenset({
-    "trajectories", "checkpoints", "logs", "trace", "buffer", "tensorboard", "wandb",
+    "trajectories", "checkpoints", "logs", "trace", "buffer", "exports", "tensorboard", "wandb",
 })  # fmt: skip
 """What a run writes into its folder; a resumed one also keeps some as NAME.before-N.*"""
 
@@ -49,9 +49,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _is_own(inside: Path) -> bool:
-    first, *more = inside.parts or ("",)
-    if more:
-        return first in FOLDERS
+    first = inside.parts[0] if inside.parts else ""
     return first in FILES | FOLDERS or ".before-" in first
 
 

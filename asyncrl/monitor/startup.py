@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.monitor import words
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -35,9 +37,7 @@ class Startup:
         event = record["event"]
         if event is None or event["event"] != "startup":
             return
-        role = record["role"]
-        if role != "launcher":
-            role = f"{role}-{record['rank']}"
+        role = words.named(record["role"], record["rank"])
         self.phases.append(Phase(role, event["phase"], event["seconds"], round(since_start, 2)))
         if event["phase"] == "first_token" and self.first_token_s is None:
             self.first_token_s = round(since_start, 2)

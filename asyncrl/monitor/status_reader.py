@@ -16,6 +16,7 @@ from asyncrl.config.paths import expand
 from asyncrl.config.suggest import did_you_mean
 from asyncrl.errors import UserError
 from asyncrl.monitor import status_schema, words
+from asyncrl.monitor.fleet_view import ENDED
 from asyncrl.monitor.process import start_ticks
 from asyncrl.monitor.reading.plain import load
 from asyncrl.monitor.summary import ledger_line
@@ -27,8 +28,6 @@ SAME_START_S = 60.0
 """A process's start as the system tells it moves when its clock is set."""
 UNKNOWN = "unknown"
 """State of a role that lived when the launcher was last heard of."""
-OVER = ("dead", "left", "finished")
-"""States that do not change any more, whatever became of the launcher."""
 
 Status = dict[str, Any]
 
@@ -50,11 +49,20 @@ class Standing(NamedTuple):
         """Whether it tells what is, or how it ended, and not only what was."""
         return self.kind in ("alive", "ended")
 
+    @property
+    def over(self) -> bool:
+        """Whether nobody can be asked any more."""
+        return self.kind in ("gone", "ended")
+
 
 def standing(folder: Path, s: Status) -> Standing:
     """How much of a run's status is still so."""
+    return _standing(s, _summary(folder))
+
+
+def _standing(s: Status, summary: Status) -> Standing:
     ago = max(time.time() - s["updated_at"], 0.0)
-    if _summary(folder) or s["state"] == "ended":
+    if summary or s["state"] == "ended":
         return Standing("ended", ago)
     if s["host"] == socket.gethostname() and not _alive(s):
         return Standing("gone", ago)
@@ -71,7 +79,7 @@ def as_known(role: Status, now: Standing) -> Status:
         state = "ended" if role["state"] != "dead" else "dead"
         return role | {"state": state, "record_age_s": None, "phase": None, "waits": [],
                        "open_waits": 0}  # fmt: skip
-    if now.known or role["state"] in OVER:
+    if now.known or role["state"] in ENDED:
         return role
     age = role["record_age_s"]
     return role | {
@@ -82,7 +90,7 @@ def as_known(role: Status, now: Standing) -> Status:
 
 def how_to_go_on(folder: Path, now: Standing) -> str:
     """The command that resumes a run that is over and did not finish; empty without checkpoints."""
-    if now.kind not in ("gone", "ended") or _summary(folder).get("ended") == "finished":
+    if not now.over or _summary(folder).get("ended") == "finished":
         return ""
     if next(folder.glob("checkpoints/step-*/meta.json"), None) is None:
         return ""
@@ -142,9 +150,10 @@ def read(folder: Path) -> Status:
 
 def describe(folder: Path, s: Status) -> Iterator[str]:
     """The status in lines, for people."""
-    summary, now = _summary(folder), standing(folder, s)
+    summary = _summary(folder)
+    now = _standing(s, summary)
     yield f"run       {s['run']}   {folder}"
-    yield f"state     {_state(s, summary)}"
+    yield f"state     {_state(s, summary, now)}"
     if go_on := how_to_go_on(folder, now):
         yield f"go on     {go_on}"
     reward = "-" if s["reward"] is None else f"{s['reward']:.3f}"
@@ -174,17 +183,15 @@ def describe(folder: Path, s: Status) -> Iterator[str]:
 
 def state_of(folder: Path, s: Status) -> str:
     """What the run is doing or how it ended, in words."""
-    return _state(s, _summary(folder))
+    summary = _summary(folder)
+    return _state(s, summary, _standing(s, summary))
 
 
 def why_over(folder: Path, s: Status) -> str:
     """Why nobody can be asked any more, in words; empty while the launcher is alive."""
     summary = _summary(folder)
-    if summary or s["state"] == "ended":
-        return _state(s, summary)
-    if s["host"] == socket.gethostname() and not _alive(s):
-        return _state(s, summary)
-    return ""
+    now = _standing(s, summary)
+    return _state(s, summary, now) if now.over else ""
 
 
 def _summary(folder: Path) -> Status:
@@ -196,19 +203,20 @@ def _summary(folder: Path) -> Status:
         return {}
 
 
-def _state(s: Status, summary: Status) -> str:
+def _state(s: Status, summary: Status, now: Standing) -> str:
     if summary:
         ended, reason = summary["ended"], summary["reason"]
         return f"ended: {ended}" + (f" ({reason})" if reason and reason != ended else "")
-    ago = max(time.time() - s["updated_at"], 0.0)
-    told = f"last told {words.age(ago)} ago, while {s['phase']}"
-    if s["state"] == "ended":
-        return f"ended, without a summary; {told}"
-    if s["host"] == socket.gethostname() and not _alive(s):
-        return f"launcher (pid {s['pid']}) is not alive any more; {told}"
-    if ago > LATE_S:
-        return f"nothing heard of the launcher (pid {s['pid']} on {s['host']}); {told}"
-    return str(s["phase"])
+    told = f"last told {words.age(now.ago_s)} ago, while {s['phase']}"
+    match now.kind:
+        case "ended":
+            return f"ended, without a summary; {told}"
+        case "gone":
+            return f"launcher (pid {s['pid']}) is not alive any more; {told}"
+        case "silent":
+            return f"nothing heard of the launcher (pid {s['pid']} on {s['host']}); {told}"
+        case "alive":
+            return str(s["phase"])
 
 
 def _alive(s: Status) -> bool:

@@ -12,22 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.metrics import STATES
+from asyncrl.monitor.reading.finals import LAST
 from asyncrl.monitor.reading.history import RunHistory, Source
-from asyncrl.monitor.reading.totals import growth
+from asyncrl.monitor.reading.totals import anew, growth
 
 TIMES = {f"time/{s}_s": s for s in STATES}
 LATELY = ("reward/zero_std_frac", "rollout/truncated_frac")
-"""Of MEANS, those that change as a run learns: advice looks at the last batches alone."""
-LAST = 10
-"""Batches of which that is the mean."""
+"""Of MEANS, those that change as a run learns: advice looks at the last LAST batches alone, as
+the headlines do."""
 MEANS = (
     "is/ess_frac", "rollout/response_tokens/mean", "rollout/response_tokens/max",
-    *LATELY, "staleness/head/mean", "samples/len_bias", "queue/depth",
-    "queue/capacity", "actor/in_flight", "actor/scoring", "kl/mismatch_k3",
-    "kl/drift_k3", "reward/shaped_mean",
+    *LATELY, "samples/len_bias", "queue/capacity", "actor/in_flight", "actor/scoring",
+    "kl/mismatch_k3", "kl/drift_k3", "reward/shaped_mean",
 )  # fmt: skip
-"""Metrics that advice looks at, besides times and totals."""
-TOTALS = ("samples/dispatched", "samples/trained")
+"""Metrics that advice looks at, besides times."""
 ROLES = ("actor", "learner")
 
 
@@ -35,7 +33,7 @@ ROLES = ("actor", "learner")
 class Window:
     """Shares of time of each side, and means over the window.
 
-    >>> Window(10.0, {"actor": {"generate": 0.75}}, {}, {}).share("actor", "generate", "reward")
+    >>> Window(10.0, {"actor": {"generate": 0.75}}, {}).share("actor", "generate", "reward")
     0.75
     """
 
@@ -44,8 +42,6 @@ class Window:
     """By role (actor, learner): the share of each state in the time of all its processes."""
     means: Mapping[str, float]
     """Of MEANS, those that were written."""
-    totals: Mapping[str, float]
-    """Of TOTALS, what came in the window."""
     lately: Mapping[str, float] = field(default_factory=dict)
     """Of LATELY, the means over the last batches."""
 
@@ -55,16 +51,15 @@ class Window:
 
 
 @dataclass(slots=True)
-class _Totals:
-    """Cumulative numbers of one process; they begin anew with a restarted one."""
+class _Times:
+    """Cumulative seconds of one process's states; they begin anew with a restarted one."""
 
     last: dict[str, float] = field(default_factory=dict)
     grown: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, values: Mapping[str, float]) -> None:
         # A state that was never entered has no value: all of them together tell of a restart.
-        lived, before = (sum(v for k, v in x.items() if k in TIMES) for x in (values, self.last))
-        fell = lived > 0 and growth(before, lived) == lived
+        fell = anew(sum(self.last.values()), sum(values.values()))
         if self.last:
             for name, value in values.items():
                 self.grown[name] += growth(0.0 if fell else self.last.get(name, 0.0), value)
@@ -75,7 +70,7 @@ class Meter:
     """Adds records up to a Window; memory is that of the processes, not of the records."""
 
     def __init__(self) -> None:
-        self._totals: dict[Source, _Totals] = defaultdict(_Totals)
+        self._times: dict[Source, _Times] = defaultdict(_Times)
         self._sums: dict[str, tuple[float, int]] = {}
         self._last: dict[str, deque[float]] = {n: deque(maxlen=LAST) for n in LATELY}
         self._began: float | None = None
@@ -87,9 +82,8 @@ class Meter:
         self._ended = float(record.get("wall_s", 0.0))
         if self._began is None:
             self._began = self._ended
-        totals = {k: v for k, v in metrics.items() if k in TIMES or k in TOTALS}
-        if totals:
-            self._totals[source].add(totals)
+        if source[0] in ROLES and (times := {k: v for k, v in metrics.items() if k in TIMES}):
+            self._times[source].add(times)
         for name in MEANS:
             if name in metrics and _speaks(source, name):
                 total, n = self._sums.get(name, (0.0, 0))
@@ -100,18 +94,13 @@ class Meter:
     def window(self) -> Window:
         """All that was added."""
         spent = {role: dict.fromkeys(STATES, 0.0) for role in ROLES}
-        totals: dict[str, float] = defaultdict(float)
-        for (role, _), mine in self._totals.items():
+        for (role, _), mine in self._times.items():
             for name, grown in mine.grown.items():
-                if name in TIMES and role in spent:
-                    spent[role][TIMES[name]] += grown
-                elif name in TOTALS:
-                    totals[name] += grown
+                spent[role][TIMES[name]] += grown
         return Window(
             self._ended - (self._began or 0.0),
             {role: _shares(states) for role, states in spent.items()},
             {name: total / n for name, (total, n) in self._sums.items()},
-            dict(totals),
             {name: sum(last) / len(last) for name, last in self._last.items() if last},
         )
 
@@ -133,7 +122,7 @@ def of_history(history: RunHistory, seconds: float | None = None) -> Window:
         began = max(began, end - seconds)
     lines: list[dict[str, Any]] = []
     for source in history.sources():
-        names = [n for n in history.names(source) if n in TIMES or n in TOTALS or n in MEANS]
+        names = [n for n in history.names(source) if n in TIMES or n in MEANS]
         by_time: dict[float, dict[str, float]] = defaultdict(dict)
         for name in names:
             for at, value in zip(*history.series(name, source, "wall_s"), strict=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -80,6 +81,15 @@ def by_number(role: str) -> tuple[str, int]:
     return kind, rank or 0
 
 
+def named(role: str, rank: int) -> str:
+    """A process by name; there is one launcher.
+
+    >>> named("actor", 3), named("launcher", 0)
+    ('actor-3', 'launcher')
+    """
+    return role if role == "launcher" else f"{role}-{rank}"
+
+
 def numbered(name: str) -> tuple[str, int | None]:
     """Kind and rank of a role by its name, or all of a name that has no rank.
 
@@ -108,6 +118,18 @@ def text(found: str) -> str:
     'a\\udcff'
     """
     return found.encode("utf-8", "backslashreplace").decode()
+
+
+def run_name(folder: Path, taken: Container[str]) -> str:
+    """A run's name: that of its folder, after that of the one above it where another run has it.
+
+    >>> run_name(Path("/a/runs/tiny"), []), run_name(Path("/b/runs/tiny"), ["tiny"])
+    ('tiny', 'runs-tiny')
+    """
+    name = text(folder.name)
+    while name in taken:
+        name = f"{text(folder.parent.name)}-{name}"
+    return name
 
 
 def clean(text: str, keep: str = "") -> str:

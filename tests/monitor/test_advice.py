@@ -24,7 +24,7 @@ def config(**sections):
 
 
 def window(shares=BUSY, seconds=60.0, **means):
-    return Window(seconds, shares, {k.replace("__", "/"): v for k, v in means.items()}, {})
+    return Window(seconds, shares, {k.replace("__", "/"): v for k, v in means.items()})
 
 
 @pytest.mark.parametrize("kind", ["reward", "actors", "staleness", "learner", "tail"])
@@ -94,7 +94,7 @@ def test_what_is_wrong_with_the_data_is_told_whatever_the_pace():
 
 
 def test_batches_that_teach_nothing_are_told():
-    alike = Window(60.0, BUSY, {}, {}, {"reward/zero_std_frac": 0.75})
+    alike = Window(60.0, BUSY, {}, {"reward/zero_std_frac": 0.75})
     (found,) = advise(alike, config())
     assert (found.kind, found.setting, found.gain) == ("alike", "buffer.filter_zero_variance", None)
     assert found.text.startswith("75% of the groups of the last batches have rewards that are all")
@@ -106,7 +106,7 @@ def test_batches_that_teach_nothing_are_told():
 
 
 def test_responses_that_end_at_the_limit_are_told():
-    cut = Window(60.0, BUSY, {}, {}, {"rollout/truncated_frac": 0.9})
+    cut = Window(60.0, BUSY, {}, {"rollout/truncated_frac": 0.9})
     (found,) = advise(cut, config(rollout={"max_new_tokens": 64}))
     assert (found.kind, found.setting) == ("truncated", "rollout.max_new_tokens")
     assert "90% of the responses" in found.text

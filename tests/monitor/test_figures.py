@@ -1,6 +1,7 @@
 """Figures say what the records say."""
 
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.metrics import STATES
 from asyncrl.monitor.figures import heat, kit, learning, staleness, work
-from asyncrl.monitor.figures.catalogue import FIGURES
+from asyncrl.monitor.figures.catalogue import BY_NAME, FIGURES
 from asyncrl.monitor.figures.themes import HUES, template
 from asyncrl.monitor.reading import totals
 from asyncrl.monitor.report.compare import load
@@ -47,6 +48,13 @@ def test_lines_have_the_values_of_the_records_on_each_axis(small):
         "mean": 1.0, "95 %": 2.0, "max": 2.0, "limit": 2.0
     }  # fmt: skip
     assert [t["y"][0] for t in staleness.ess(small, "step")["data"]] == [0.8, 0.9, 0.8, 0.7]
+
+
+def test_what_the_page_never_smooths_is_in_the_catalogue():
+    page = files("asyncrl.monitor.web").joinpath("static", "page.js").read_text()
+    named_there = re.findall(r'"(\w+)"', re.search(r"RAW = new Set\(\[(.+?)\]\)", page)[1])
+    assert named_there
+    assert set(named_there) <= BY_NAME.keys()
 
 
 def test_no_engine_seems_ahead_of_training(small):

@@ -15,8 +15,9 @@ from asyncrl import logs
 from asyncrl.cli import app
 from asyncrl.errors import UserError
 from asyncrl.launch.ray_logs import keep_ray_logs
+from asyncrl.monitor import log_file
 from asyncrl.monitor.log_view import show
-from asyncrl.monitor.logs import LogReader, shown, tail
+from asyncrl.monitor.logs import LogReader, shown
 
 NOON = 1_764_504_000.0
 """2025-11-30T12:00:00Z"""
@@ -131,9 +132,11 @@ def test_what_others_wrote_moves_no_cursor(folder):
 def test_the_end_alone(folder):
     write(folder, "actor-0", "".join(ours(NOON + k, "INFO", f"line {k}") for k in range(3000)))
     write(folder, "launcher", ours(NOON + 2999.5, "INFO", "last"))
-    found = tail(folder, 3)
-    assert [e.message for e in found] == ["line 2998", "line 2999", "last"]
-    assert [e.message for e in tail(folder, 1, role="actor")] == ["line 2999"]
+    found = LogReader(folder, tail=True).update(whole=True)
+    assert [e.message for e in found[-3:]] == ["line 2998", "line 2999", "last"]
+    assert len(found) < 3000
+    (*_, last) = LogReader(folder, "actor", tail=True).update(whole=True)
+    assert last.message == "line 2999"
 
 
 def test_what_the_formatter_writes_is_read_back(folder):
@@ -244,9 +247,7 @@ def test_ray_s_complaints_are_kept(tmp_path, folder):
 
 
 def test_the_first_lines_come_before_the_rest_is_read(folder, monkeypatch):
-    from asyncrl.monitor import logs as reading
-
-    monkeypatch.setattr(reading, "CHUNK_BYTES", 1_000)
+    monkeypatch.setattr(log_file, "CHUNK_BYTES", 1_000)
     for role in ("actor-0", "actor-1"):
         write(
             folder, role, "printed first\n" + ours(NOON, "INFO", f"{role} of run r-1 begins, pid 7")

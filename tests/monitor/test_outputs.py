@@ -21,7 +21,8 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     "name",
     ["metrics.jsonl", "summary.json", "summary.before-1.json", "trajectories/index.jsonl", "logs",
-     "logs/x.html", "checkpoints/step-1/meta.json", "trajectories/../events.jsonl"],
+     "logs/x.html", "checkpoints/step-1/meta.json", "trajectories/../events.jsonl",
+     "exports/step-1.0/config.json", "buffer.before-resume/data.mdb"],
 )  # fmt: skip
 def test_a_run_s_own_files_are_refused_also_through_a_link_and_of_runs_nobody_named(
     run, name, tmp_path

@@ -264,6 +264,27 @@ def test_service_survives_nonsense() -> None:
         assert ask(socket, begin) == wire.Ok(req=5)
 
 
+def test_a_failure_that_nobody_foresaw_is_logged_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(version: Version) -> None:
+        raise RuntimeError("a bug")
+
+    async def run() -> None:
+        weights = subscriber(FakeEngine())
+        monkeypatch.setattr(weights, "begin", broken)
+        service = WeightService(weights)
+        frames = [bytes(f) for f in wire.encode(wire.WeightsBegin(req=1, version=V1))]
+        reply = await service._answer(frames)
+        assert isinstance(reply, wire.Error)
+        assert (reply.error, reply.message) == ("EngineError", "RuntimeError: a bug")
+        await service.close()
+
+    asyncio.run(run())
+    (logged,) = caplog.records
+    assert logged.exc_info
+
+
 def test_service_that_breaks_says_so_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def request(req: int) -> list[bytes]:
         return [bytes(f) for f in wire.encode(wire.StatsRequest(req=req))]

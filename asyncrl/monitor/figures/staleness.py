@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncrl.monitor import words
@@ -80,16 +80,16 @@ def masked(runs: Sequence[Run], axis: Axis) -> Figure | None:
 def _by_k(
     runs: Sequence[Run], axis: Axis, what: str, overall: Line, y: str, **y_axis: Any
 ) -> Figure | None:
+    ages = ages_of(name for run in runs for name in run.history.names())
     return lines(
-        runs, axis, [overall, *(Line(f"{BY_K}{k}/{what}", f"{k} behind") for k in ages_of(runs))],
-        y, tickformat=".2~%", rangemode="tozero", **y_axis,
+        runs, axis, [overall, *(Line(f"{BY_K}{k}/{what}", f"{k} behind") for k in ages)], y,
+        tickformat=".2~%", rangemode="tozero", **y_axis,
     )  # fmt: skip
 
 
-def ages_of(runs: Sequence[Run]) -> list[int]:
-    """The stalenesses of which there is a weight."""
-    names = {n for run in runs for n in run.history.names() if n.startswith(BY_K)}
-    found = {words.whole(n.removeprefix(BY_K).split("/")[0]) for n in names}
+def ages_of(names: Iterable[str]) -> list[int]:
+    """The stalenesses of which there is a weight among these metrics."""
+    found = {words.whole(n.removeprefix(BY_K).split("/")[0]) for n in names if n.startswith(BY_K)}
     return sorted(k for k in found if k is not None)
 
 

@@ -55,8 +55,7 @@ class Happened:
 
 
 def _role(event: Mapping[str, Any]) -> str:
-    role = str(event.get("role", ""))
-    return role if role == "launcher" else f"{role}-{event.get('rank', 0)}"
+    return words.named(str(event.get("role", "")), event.get("rank", 0))
 
 
 def _words(told: _Told) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from asyncrl.monitor import words
 from asyncrl.monitor.reading.clock import LARGEST, RunClock
 from asyncrl.monitor.reading.happened import Happened
 from asyncrl.monitor.reading.tail import Lines, Tail
@@ -193,11 +194,6 @@ class RunHistory:
         after = bisect_right(found.points, wall_s, key=lambda p: p.wall_s)
         return float(found.values[after - 1]) if after else None
 
-    def incarnations(self, name: str, source: Source = LEARNER) -> list[int]:
-        """Of each value of a metric, [n], the learner's incarnation that the writer knew."""
-        found = self._series.get(source, {}).get(name)
-        return [] if found is None else [p.incarnation for p in found.points]
-
     def scores(self) -> dict[str, list[tuple[Point, float]]]:
         """By task, the scores of held-out prompts in order of their versions.
 
@@ -281,12 +277,8 @@ def _read(line: Mapping[str, Any], kind: type[_T], lines: Lines) -> _T | None:
 
 
 def source_name(source: Source) -> str:
-    """A process by name.
-
-    >>> source_name(("actor", 3)), source_name(LAUNCHER)
-    ('actor-3', 'launcher')
-    """
-    return source[0] if source[0] == "launcher" else f"{source[0]}-{source[1]}"
+    """A process by name."""
+    return words.named(*source)
 
 
 def is_of_batch(source: Source, metrics: Mapping[str, float]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.errors import UserError
 from asyncrl.monitor import words
 from asyncrl.monitor.advice import advise_run, as_json
-from asyncrl.monitor.logs import Entry as LogEntry
+from asyncrl.monitor.log_file import Entry as LogEntry
 from asyncrl.monitor.reading.finals import Final
 from asyncrl.monitor.reading.history import RunHistory
 from asyncrl.monitor.reading.plain import load

@@ -22,13 +22,18 @@ from asyncrl.monitor.reading.history import RunHistory, Source
 Floats = NDArray[np.float64]
 
 
+def anew(before: float, now: float) -> bool:
+    """Whether a total is that of a process that began anew since the record before it."""
+    return now < before / 2
+
+
 def growth(before: float, now: float) -> float:
     """What a total grew by from one record of its writer to the next.
 
     >>> growth(5.0, 8.0), growth(8.0, 1.0), growth(8.0, 7.9)
     (3.0, 1.0, 0.0)
     """
-    return now if now < before / 2 else max(now - before, 0.0)
+    return now if anew(before, now) else max(now - before, 0.0)
 
 
 def total(history: RunHistory, name: str, source: Source) -> tuple[Floats, Floats]:

@@ -16,7 +16,7 @@ from asyncrl.monitor.reading.plain import load as load_json
 from asyncrl.monitor.reading.retired import Retired
 from asyncrl.monitor.reading.settings import read_settings
 from asyncrl.monitor.status_reader import why_over
-from asyncrl.monitor.words import clean, text
+from asyncrl.monitor.words import clean, run_name
 
 ABSENT = "-"
 OF_A_NAME = frozenset({"run.name", "run.dir"})
@@ -37,9 +37,7 @@ def load(folders: Sequence[Path]) -> list[Run]:
     """
     runs: list[Run] = []
     for folder in folders:
-        name = text(folder.resolve().name)
-        while name in {r.name for r in runs}:
-            name = f"{text(folder.resolve().parent.name)}-{name}"
+        name = run_name(folder.resolve(), [r.name for r in runs])
         run = Run(name, RunHistory(folder), Retired(folder))
         try:
             run.history.update()

@@ -50,15 +50,14 @@ def attacher(run: str, directory: Path) -> Callable[[], Feed]:
     """What finds the run, each time it is called anew."""
 
     def attach() -> Feed:
+        if not _is_url(run):
+            try:
+                return FolderFeed(find(run, directory))
+            except UserError as e:
+                raise NotThereError(str(e)) from e
         try:
-            if _is_url(run):
-                return UrlFeed(run)
-            return FolderFeed(find(run, directory))
+            return UrlFeed(run)  # a token that is refused stays so: UserError
         except UnreachableError as e:
-            raise NotThereError(str(e)) from e
-        except UserError as e:
-            if _is_url(run):  # a token that is refused stays so
-                raise
             raise NotThereError(str(e)) from e
         except (KeyError, TypeError, ValueError) as e:
             raise UserError(

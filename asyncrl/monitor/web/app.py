@@ -9,6 +9,7 @@ It only reads files. Work is done in threads of the server, a run's under the ru
 from __future__ import annotations
 
 import gzip
+import logging
 import os
 from collections.abc import Callable
 from functools import cache
@@ -34,6 +35,8 @@ from asyncrl.monitor.web.access import App, Gate
 from asyncrl.monitor.web.delta import Revisions
 from asyncrl.monitor.web.plotly_js import plotly_js
 from asyncrl.monitor.web.shelf import ServedRun, Shelf
+
+log = logging.getLogger(__name__)
 
 MOST_RUNS = 8
 """Compared at a time."""
@@ -84,6 +87,8 @@ class Pages:
         self._shelf, self._first = shelf, first
         self._revisions = Revisions()
         self._budget = Budget(DRAWING)
+        self._troubled: set[str] = set()
+        """Runs of whose trouble the log has told."""
 
     def runs(self, request: Request) -> Response:
         """Which runs there are."""
@@ -95,7 +100,10 @@ class Pages:
         try:
             brief = panels.brief(self._shelf.open(name).folder)
             return msgspec.Raw(msgspec.json.encode({"name": name} | brief))
-        except Exception as e:
+        except Exception as e:  # the page asks every few seconds: logged once
+            if name not in self._troubled:
+                self._troubled.add(name)
+                log.exception("run %s cannot be listed", words.clean(name))
             return {"name": name} | panels.unread(f"cannot be read: {type(e).__name__}: {e}")
 
     def catalogue(self, request: Request) -> Response:

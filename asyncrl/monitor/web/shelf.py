@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.monitor.figures.kit import Run
 from asyncrl.monitor.reading.open_run import OpenRun
 from asyncrl.monitor.reading.retired import Retired
-from asyncrl.monitor.words import text
+from asyncrl.monitor.words import run_name
 
 LOOK_EVERY_S = 2.0
 """How often folders are looked for new runs, at most."""
@@ -91,7 +91,4 @@ class Shelf:
                 ages.setdefault(folder.resolve(), 0.0)
         self._folders = {}
         for folder in sorted(ages, key=lambda f: -ages[f]):
-            name = text(folder.name)
-            while name in self._folders:  # of the same name elsewhere
-                name = f"{text(folder.parent.name)}-{name}"
-            self._folders[name] = folder
+            self._folders[run_name(folder, self._folders)] = folder

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from asyncrl.monitor import words
+from asyncrl.monitor.figures.staleness import BY_K, ages_of
 from asyncrl.monitor.reading.history import Histogram
 from asyncrl.monitor.terminal.draw import Lines, Panel, bar, heat, table
 from asyncrl.monitor.terminal.view import View, series
@@ -20,7 +21,6 @@ PARTS = (
     ("in_queue", "while queued"), ("token", "of each token"), ("steps", "head, in batches"),
 )  # fmt: skip
 BY_ACTOR = "staleness/by_actor/"
-BY_K = "is/by_staleness/"
 
 
 # --- staleness ------------------------------------------------------------------------------------
@@ -116,9 +116,7 @@ def weights(view: View) -> Sequence[Panel]:
 
 
 def _by_k(view: View, width: int) -> Lines:
-    names = view.history.names()
-    found = {words.whole(n.removeprefix(BY_K).split("/")[0]) for n in names if n.startswith(BY_K)}
-    ages = sorted(k for k in found if k is not None)
+    ages = ages_of(view.history.names())
     rows: list[list[str | Text]] = []
     for label, prefix in [("all", "is/"), *((f"{k} behind", f"{BY_K}{k}/") for k in ages)]:
         counts = _lately(view, "loss/tokens" if label == "all" else f"{prefix}count")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from asyncrl.monitor.logs import LEVELS
+from asyncrl.monitor.log_file import LEVELS
 from asyncrl.monitor.terminal.view import View
 from asyncrl.monitor.words import clean
 
