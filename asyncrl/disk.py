@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 import xxhash
@@ -60,6 +61,43 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_whole(path: str | os.PathLike[str], text: str, *, durable: bool = False) -> None:
+    """Replace a text file by another one: whole, or, after an error, it is what it was.
+
+    Args:
+        durable: it survives a power cut when this returns.
+
+    Raises:
+        OSError: the disk did not take it.
+    """
+    temporary = f"{os.fspath(path)}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            os.remove(temporary)
+        raise
+    if durable:
+        sync(os.path.dirname(os.path.abspath(path)))
+
+
+def set_aside(folder: Path) -> Path:
+    """Keep a folder that cannot be used under another name; one that was kept before goes.
+
+    Raises:
+        OSError: it stays where it is.
+    """
+    aside = folder.with_name(folder.name + ".before-resume")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    return aside
 
 
 def checksum(path: str | os.PathLike[str]) -> str:

@@ -24,7 +24,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shelf import payload_key
 from asyncrl.buffer.store_file import DATA_FILE, refused, sync_folder
 from asyncrl.checkpoints import LEDGER, ResumePoint
-from asyncrl.disk import sync
+from asyncrl.disk import set_aside, sync
 from asyncrl.errors import DamagedStoreError, StoreError
 from asyncrl.types import Envelope, SampleHeader
 
@@ -122,10 +122,8 @@ def _own(
 
 def _set_aside(folder: Path, why: str) -> None:
     """Keep a store that cannot be used, under another name; one that was kept before goes."""
-    aside = folder.with_name(folder.name + ".before-resume")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(folder, aside)
+        aside = set_aside(folder)
     except OSError as e:
         raise refused(folder, "set aside", e) from e
     logger.warning(

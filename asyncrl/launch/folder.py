@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl.config.paths import expand
 from asyncrl.config.schema import Config
+from asyncrl.disk import write_whole
 from asyncrl.errors import ConfigError
 
 _SPEAKS = re.compile(r"(Error|Exception|Fatal|Killed|out of memory|Segmentation)", re.IGNORECASE)
@@ -71,9 +72,7 @@ class RunFolder:
                 os.replace(self.summary, f"{self.summary.removesuffix('.json')}{before}.json")
             if config_text:
                 shutil.copyfile(path, f"{path.removesuffix('.yaml')}{before}.yaml")
-                with open(path + ".tmp", "w", encoding="utf-8") as f:
-                    f.write(config_text)
-                os.replace(path + ".tmp", path)
+                write_whole(path, config_text)
             os.utime(path)  # by which the run that was launched last is found
         except OSError as e:
             raise ConfigError(
@@ -91,16 +90,7 @@ class RunFolder:
         Raises:
             OSError: the disk did not take it.
         """
-        temporary = self.summary + ".tmp"
-        try:
-            with open(temporary, "w", encoding="utf-8") as f:
-                json.dump(summary, f, indent=2)
-                f.write("\n")
-            os.replace(temporary, self.summary)
-        except OSError:
-            with suppress(OSError):
-                os.remove(temporary)
-            raise
+        write_whole(self.summary, json.dumps(summary, indent=2) + "\n")
 
 
 def last_words(path: str) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.disk import trouble
+from asyncrl.disk import trouble, write_whole
 from asyncrl.monitor.board import Board
 from asyncrl.monitor.fleet_view import RoleView, RoleWait
 from asyncrl.monitor.process import start_ticks
@@ -146,11 +146,7 @@ class StatusFile:
         try:
             content = self._whoami | {"state": state} | snapshot(self._board)
             content["updated_at"] = time.time()
-            temporary = self._path + ".tmp"
-            with open(temporary, "w", encoding="utf-8") as f:
-                json.dump(content, f, indent=1)
-                f.write("\n")
-            os.replace(temporary, self._path)
+            write_whole(self._path, json.dumps(content, indent=1) + "\n")
             self._failed = False
         except OSError as e:
             if not self._failed:

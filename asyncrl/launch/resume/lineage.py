@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from asyncrl.checkpoints import Checkpoint, ResumePoint
-from asyncrl.disk import sync, trouble
+from asyncrl.disk import trouble, write_whole
 from asyncrl.errors import DeadlineError, UserError
 from asyncrl.launch.processes.reaper import is_guard_of, processes_of, sweep
 from asyncrl.launch.resume.branches import Branches
@@ -152,15 +152,8 @@ class Lineage:
         self._lock.close()
 
     def _write(self) -> None:
-        path = self._folder / LINEAGE_FILE
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(asdict(self._known), file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync(self._folder)
+        text = json.dumps(asdict(self._known), indent=1) + "\n"
+        write_whole(self._folder / LINEAGE_FILE, text, durable=True)
 
 
 def _lock(folder: Path) -> BinaryIO:

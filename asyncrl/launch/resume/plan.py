@@ -7,8 +7,6 @@ RUN | latest | PATH, @STEP | @best ─► the run's folder ─► locked, its le
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from asyncrl import checkpoints
 from asyncrl.checkpoints import Checkpoint, ResumePoint
 from asyncrl.config.load import Resolved, load
 from asyncrl.config.schema import Config
-from asyncrl.disk import trouble
+from asyncrl.disk import set_aside, trouble
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.launch.folder import RunFolder
 from asyncrl.launch.resume.fields import Change, check_changes
@@ -212,10 +210,8 @@ def _set_store_aside(folder: Path) -> None:
         ConfigError: the folder cannot be written.
     """
     store = folder / STORE
-    aside = store.with_name(f"{STORE}.before-resume")
     try:
         if store.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(store, aside)
+            set_aside(store)
     except OSError as e:
         raise ConfigError(trouble(store, e)) from e
