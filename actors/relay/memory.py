@@ -1,6 +1,6 @@
 """A version of the weights in memory that all processes of a machine share.
 
-    receiver   Draft: written bucket by bucket ─► compared ─► sealed ─► offered (a small file)
+    receiver   Draft: received bucket by bucket, compared ─► sealed ─► offered (a small file)
     engine     the offer ─► open the memory through /proc ─► checks ─► mapped, as long as it loads
 
 The memory is a file without a name (memfd): the kernel frees it when the last process that holds it
@@ -15,18 +15,18 @@ import fcntl
 import json
 import mmap
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from asyncrl.actors.gloo_receiver import damaged
+from asyncrl.actors.relay.spare import SEALS, Spare
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import Version
-from asyncrl.weights import DTYPE_BYTES, Bucket, TransferPlan
+from asyncrl.weights import DTYPE_BYTES, Bucket, Slot, TransferPlan, checksum
 
-SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ALIGN = 64
 """Bytes: where the flat buffer of a type may begin."""
 
@@ -46,70 +46,83 @@ def places(plan: TransferPlan) -> tuple[dict[str, int], int]:
 
 
 class Draft:
-    """A version as it arrives. Buckets go through two buffers that are kept: to write them costs
-    half of what receiving into new memory would."""
+    """A version as it arrives: a bucket is received into its place, and the tensors that are
+    complete with it are compared while the next one is on its way.
 
-    def __init__(self, version: Version, plan: TransferPlan, buffers: Buffers) -> None:
-        self.version, self.plan, self._buffers = version, plan, buffers
-        self.name = f"asyncrl-{os.getpid()}-{version}"
+    Raises:
+        OSError: no memory is left.
+    """
+
+    def __init__(
+        self, version: Version, plan: TransferPlan, checksums: Sequence[int], spare: Spare
+    ) -> None:
+        self.version = version
         self._starts, self.nbytes = places(plan)
-        self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._waiting: dict[str, deque[tuple[Slot, int]]] = {dtype: deque() for dtype in plan.sizes}
+        """Of each type, what is not compared yet, in the order in which it comes."""
+        for slot, sent in zip(plan.slots, checksums, strict=True):
+            self._waiting[slot.spec.dtype].append((slot, sent))
+        self._damaged: list[str] = []
+        self.pages = spare.take(self.nbytes)
+
+    @property
+    def fd(self) -> int:
+        """Of its memory."""
+        return self.pages.fd
+
+    @property
+    def name(self) -> str:
+        """Of its memory."""
+        return self.pages.name
 
     def room(self, bucket: Bucket) -> torch.Tensor:
-        """Where to receive a bucket."""
-        return self._buffers.next(bucket)
-
-    def filled(self, bucket: Bucket, part: torch.Tensor) -> None:
-        """Write it to its place.
+        """The place of a bucket.
 
         Raises:
             OSError: no memory is left.
         """
-        at = self._starts[bucket.dtype] + bucket.start * DTYPE_BYTES[bucket.dtype]
-        left = part.view(torch.uint8).numpy().data
-        while left:
-            written = os.pwrite(self.fd, left, at)
-            left, at = left[written:], at + written
+        start, stop = self._bytes(bucket.dtype, bucket.start, bucket.stop)
+        self.pages.allocate(stop)
+        dtype: torch.dtype = getattr(torch, bucket.dtype)
+        numel = bucket.stop - bucket.start
+        return torch.frombuffer(self.pages.map, dtype=dtype, count=numel, offset=start)
 
-    def seal(self, checksums: Sequence[int]) -> list[str]:
-        """Compare each tensor and let nobody write any more.
+    def filled(self, bucket: Bucket, part: torch.Tensor) -> None:
+        """Compare what is complete with it."""
+        self._compare(bucket.dtype, bucket.stop)
+
+    def seal(self) -> list[str]:
+        """Let nobody write any more, once all has come.
 
         Returns:
             Names of the tensors that are not as they were sent; the draft is then of no use.
         """
-        with mmap.mmap(self.fd, self.nbytes, access=mmap.ACCESS_READ) as view:
-            raw = memoryview(view)
-            parts = {
-                dtype: raw[start : start + self.plan.sizes[dtype] * DTYPE_BYTES[dtype]]
-                for dtype, start in self._starts.items()
-            }
-            try:
-                wrong = damaged(self.plan, parts, checksums)
-            finally:
-                for part in (*parts.values(), raw):
-                    part.release()
-        if not wrong:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-        return wrong
+        for dtype, waiting in self._waiting.items():
+            if waiting:
+                self._compare(dtype, waiting[-1][0].stop)
+        if not self._damaged:
+            self.pages.seal()
+        return self._damaged
 
     def close(self) -> None:
         """Hold it no longer; who has opened it still does."""
-        os.close(self.fd)
+        self.pages.close()
 
+    def _compare(self, dtype: str, stop: int) -> None:
+        """Compare the tensors of a type that end by element `stop`."""
+        waiting = self._waiting[dtype]
+        with memoryview(self.pages.map) as raw:
+            while waiting and waiting[0][0].stop <= stop:
+                slot, sent = waiting.popleft()
+                start, end = self._bytes(dtype, slot.start, slot.stop)
+                with raw[start:end] as tensor:
+                    if checksum(tensor) != sent:
+                        self._damaged.append(slot.spec.name)
 
-class Buffers:
-    """Two buffers of a bucket, taken in turns."""
-
-    def __init__(self) -> None:
-        self._pair = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-
-    def next(self, bucket: Bucket) -> torch.Tensor:
-        """Room for a bucket; what was in it two buckets ago is gone."""
-        nbytes = (bucket.stop - bucket.start) * DTYPE_BYTES[bucket.dtype]
-        self._pair.reverse()
-        if self._pair[0].numel() < nbytes:
-            self._pair[0] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._pair[0][:nbytes].view(getattr(torch, bucket.dtype))
+    def _bytes(self, dtype: str, start: int, stop: int) -> tuple[int, int]:
+        """Where these elements of a type lie."""
+        at, size = self._starts[dtype], DTYPE_BYTES[dtype]
+        return at + start * size, at + stop * size
 
 
 class Offer(NamedTuple):

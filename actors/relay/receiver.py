@@ -2,8 +2,9 @@
 
     learner rank 0 ──WeightsInit──► join      the gloo group, as one member of it
                    ──WeightsBegin─► begin     nobody is paused
-                   ──WeightsReceive► receive  into new memory, compared with the checksums
-                   ──WeightsCommit► commit    offered to the engines, in place of the last one
+                   ──WeightsReceive► receive  into memory that is ready, compared as it comes
+                   ──WeightsCommit► commit    offered to the engines, in place of the last one;
+                                              memory for the next is made
 
 To the learner it is a member like an actor. What fails leaves the last version on offer. The steps
 are bounded by the deadlines that come with them.
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.actors.gloo_receiver import GlooReceiver
-from asyncrl.actors.relay.memory import Buffers, Draft, Offer
+from asyncrl.actors.relay.memory import Draft, Offer
+from asyncrl.actors.relay.spare import Spare
 from asyncrl.errors import AlreadyAppliedError, WeightSyncError
 from asyncrl.metrics import TimeShares
 from asyncrl.types import INITIAL, Version
@@ -34,7 +36,7 @@ class RelayReceiver:
         self._shares = shares or TimeShares()
         self._path.unlink(missing_ok=True)  # of a receiver that has died, and its memory with it
         self.gloo = GlooReceiver()
-        self._buffers = Buffers()
+        self._spare = Spare()
         self._version: Version | None = None
         self._info: dict[str, Any] = {}
         self._draft: Draft | None = None
@@ -69,22 +71,16 @@ class RelayReceiver:
         if self._version is None or self._draft is not None:
             raise WeightSyncError("receive without begin")
         with self._step("receive"):
-            draft = Draft(self._version, TransferPlan.from_info(info), self._buffers)
             loop = asyncio.get_running_loop()
-            filling = loop.run_in_executor(None, self._fill, draft, info)
+            filling = loop.run_in_executor(None, self._fill, self._version, info)
             try:
-                refuse_damaged([await asyncio.shield(filling)])
+                self._draft = await asyncio.shield(filling)
             except BaseException:
-                self._buffers = Buffers()  # somebody may still write to these
-                if filling.done():
-                    draft.close()
-                else:  # its thread goes on: closed, the number might be another file's
-                    filling.add_done_callback(lambda _: draft.close())
-                    filling.add_done_callback(asyncio.Future.exception)  # nobody else hears of it
+                filling.add_done_callback(_close)  # its thread may go on, and owns it until then
                 raise
             finally:
                 del filling  # its error refers to this frame: a cycle would keep the group open
-        self._draft, self._info = draft, dict(info)
+        self._info = dict(info)
 
     async def commit(self, version: Version) -> None:
         """Offer what was received to the engines."""
@@ -94,8 +90,7 @@ class RelayReceiver:
             await asyncio.to_thread(Offer.of(self._draft, self._info).write, self._path)
         last, self._held, self._draft = self._held, self._draft, None
         self.applied, self._version, self._info = version, None, {}
-        if last is not None:
-            last.close()
+        self._spare.prepare(self._held.nbytes, last.pages if last is not None else None)
 
     def close(self) -> None:
         """Leave the group and offer nothing any more; engines that load go on."""
@@ -105,16 +100,25 @@ class RelayReceiver:
         if self._held is not None:
             self._held.close()
             self._held = None
+        self._spare.close()
 
     def metrics(self) -> dict[str, float]:
         """What it holds (docs/metrics.md)."""
         return {"sync/held_bytes": float(self._held.nbytes if self._held is not None else 0)}
 
-    def _fill(self, draft: Draft, info: Mapping[str, Any]) -> list[str]:
-        self.gloo.receive(
-            draft.plan, draft, bucket_bytes=info["bucket_bytes"], timeout_s=info["timeout_s"]
-        )
-        return draft.seal(info["checksums"])
+    def _fill(self, version: Version, info: Mapping[str, Any]) -> Draft:
+        """The whole version, sealed. In a thread of its own."""
+        plan = TransferPlan.from_info(info)
+        draft = Draft(version, plan, info["checksums"], self._spare)
+        try:
+            self.gloo.receive(
+                plan, draft, bucket_bytes=info["bucket_bytes"], timeout_s=info["timeout_s"]
+            )
+            refuse_damaged([draft.seal()])
+        except BaseException:
+            draft.close()
+            raise
+        return draft
 
     def _drop(self) -> None:
         """Forget what was begun."""
@@ -132,3 +136,9 @@ class RelayReceiver:
             raise
         except (RuntimeError, OSError, KeyError) as e:
             raise WeightSyncError(f"relay: {name} failed: {type(e).__name__}: {e}") from e
+
+
+def _close(filling: asyncio.Future[Draft]) -> None:
+    """Of what nobody waits for any more."""
+    if not filling.cancelled() and filling.exception() is None:
+        filling.result().close()

@@ -54,13 +54,16 @@ class Llm:
     errored = False
 
     def __init__(self) -> None:
+        self.engine_core = self.renderer = self
         self.pauses: list[tuple[str, bool]] = []
         self.requests: list[tuple[str, dict[str, Any], int]] = []
         self.drained = asyncio.Event()
         self.on_pause: Callable[[], None] = lambda: None
         self.script: Callable[[int], AsyncIterator[Any]]
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def clear_mm_cache_async(self) -> None: ...
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         self.pauses.append((mode, clear_cache))
         self.on_pause()
         if mode == "keep":
