@@ -120,14 +120,15 @@ def test_a_run_that_nobody_foresaw_is_listed_with_the_reason_and_logged_once(
     page, monkeypatch, caplog
 ):
     def fails(folder):
-        raise RuntimeError("no \ud800 such thing")
+        raise RuntimeError("no such thing")
 
     monkeypatch.setattr(panels, "brief", fails)
     for _ in range(2):
         (told,) = page.get("/api/runs").json()["runs"]
-        assert told["state"] == "cannot be read: RuntimeError: no \\ud800 such thing"
+        assert told["state"] == "cannot be read: RuntimeError: no such thing"
     (logged,) = (r for r in caplog.records if r.levelname == "ERROR")
     assert logged.exc_info
+    assert panels.unread("no \ud800 such thing")["state"] == "no \\ud800 such thing"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "trajectories/index.jsonl"])
