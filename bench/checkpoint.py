@@ -1,9 +1,10 @@
 """How long a checkpoint holds training up: the same steps with one and without, in one process.
 
-    save ─► step      against      step        in turns
+    save ─► step     against     step     and     step beside a bare write of as many bytes
 
 What is written goes to the disk beside the steps, so that whatever it takes from them counts, not
-only the copy in step. The buffer's part is its own process's and is left out.
+only the copy in step. The bare write tells what of that the machine takes for any file of that
+size. The buffer's part is its own process's and is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ class Turns:
     """Seconds of each turn; with a checkpoint, what it told."""
 
     saving: list[float]
+    bare: list[float]
     plain: list[float]
     told: list[dict[str, Any]]
 
@@ -74,15 +77,20 @@ class Learner:
         tokens = sum(t.header.response_tokens for t in make_samples(workload))
         self._samples = make_samples(workload, np.full(tokens, -10.0, np.float32))
         self._train, self._step = trainer.train, 0
+        self._file, self._bytes = run / "bare", np.ones(1 << 24, np.uint8)
+        self._bare = ThreadPoolExecutor(1, initializer=Saver._give_way)
+        self._writing: Future[None] | None = None
 
-    def turn(self, steps: int, *, save: bool) -> float:
-        """Seconds of so many steps."""
+    def turn(self, steps: int, *, save: bool = False, bare: int = 0) -> float:
+        """Seconds of so many steps; beside them, a checkpoint or so many bytes are written."""
         from asyncrl.types import INITIAL
 
         parts = [make_part(self._samples, self._step + k) for k in range(1, steps + 1)]
         began = time.perf_counter()
         if save:
             self._saver.save(self._step, self._step, {})
+        if bare:
+            self._writing = self._bare.submit(self._write, bare)
         for part in parts:
             self._train(part, INITIAL)
         seconds = time.perf_counter() - began
@@ -93,36 +101,50 @@ class Learner:
         """Wait for the disk; seconds."""
         began = time.perf_counter()
         self._saver.finish()
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+            self._file.unlink()
         return time.perf_counter() - began
+
+    def _write(self, nbytes: int) -> None:
+        with self._file.open("wb", buffering=0) as file:
+            while nbytes > 0:
+                nbytes -= file.write(self._bytes[:nbytes].data)
+            os.fsync(file.fileno())
 
     def close(self) -> None:
         """Leave the group."""
         import torch.distributed as dist
 
+        self._bare.shutdown()
         self._saver.close()
         dist.destroy_process_group()
 
 
 def take_turns(learner: Learner, repeats: int, steps: int, patience_s: float = PATIENCE_S) -> Turns:
-    """Both sides, every second repeat the other way round.
+    """All sides, every second repeat the other way round.
 
     Args:
         patience_s: how much later than its turn a checkpoint may be on the disk.
 
     Raises:
-        BenchError: a checkpoint was not on the disk by the end of its turn.
+        BenchError: what was written was not on the disk by the end of its turn.
     """
     learner.turn(2, save=False)  # warm-up: kernels, and the optimizer's moments
     learner.turn(1, save=True)
     learner.settle()
-    learner.told.clear()
-    turns = Turns([], [], learner.told)
+    nbytes = learner.told.pop()["bytes"]
+    turns = Turns([], [], [], learner.told)
+    sides: list[tuple[list[float], dict[str, int]]] = [
+        (turns.saving, {"save": True}), (turns.bare, {"bare": nbytes}), (turns.plain, {}),
+    ]  # fmt: skip
     for repeat in range(repeats):
-        print(f"[{repeat + 1}/{repeats}] {steps} steps with and without a checkpoint ...")
-        for save in (True, False) if repeat % 2 == 0 else (False, True):
-            (turns.saving if save else turns.plain).append(learner.turn(steps, save=save))
+        print(f"[{repeat + 1}/{repeats}] steps with a checkpoint, with a bare write, alone ...")
+        for taken, beside in sides if repeat % 2 == 0 else sides[::-1]:
+            taken.append(learner.turn(steps, **beside))
             if (left := learner.settle()) > patience_s:
-                raise BenchError(f"the checkpoint took {left:.1f} s more than {steps} steps")
+                raise BenchError(f"the disk took {left:.1f} s more than {steps} step(s)")
     return turns
 
 
@@ -139,17 +161,23 @@ def summarise(report: Report, turns: Turns, steps: int, **params: Any) -> None:
         "stall_frac", [s / t for s, t in zip(stall_s, step_s, strict=True)], "of a step", "lower",
         **params,
     )  # fmt: skip
+    bare_s = [a - b for a, b in zip(turns.bare, turns.plain, strict=True)]
+    report.add(
+        "bare_write_frac", [s / t for s, t in zip(bare_s, step_s, strict=True)], "of a step",
+        "lower", **params,
+    )  # fmt: skip
     copied = [told["stage_s"] / t for told, t in zip(turns.told, step_s, strict=True)]
     report.add("copy_frac", copied, "of a step", "lower", **params)
     report.row("turn", "seconds of each")
     report.row("with a checkpoint", " ".join(f"{s:.2f}" for s in turns.saving))
+    report.row("with a bare write", " ".join(f"{s:.2f}" for s in turns.bare))
     report.row("without", " ".join(f"{s:.2f}" for s in turns.plain))
     for name in ("stage_s", "write_s", "sync_s"):
         report.row(name, " ".join(f"{told[name]:.2f}" for told in turns.told))
 
 
 def measure(report: Report, given: argparse.Namespace) -> None:
-    """Both sides in turns."""
+    """All sides in turns."""
     from asyncrl import models
 
     repeats = given.repeats or (QUICK_REPEATS if given.quick else REPEATS)
