@@ -25,8 +25,8 @@ from harness import BenchError, Report, parser, run_bench
 from learner_batch import Workload, make_part, make_samples
 
 MODEL = "smollm2-135m"
-QUICK_REPEATS, REPEATS = 2, 11
-STEPS = 1
+QUICK_REPEATS, REPEATS = 2, 7
+STEPS = 2
 """Of a side's turn: the checkpoint must be on the disk before they end. The fewer, the less of the
 noise of other work is taken for the checkpoint's."""
 PATIENCE_S = 0.1
