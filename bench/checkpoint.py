@@ -26,7 +26,7 @@ from learner_batch import Workload, make_part, make_samples
 
 MODEL = "smollm2-135m"
 QUICK_REPEATS, REPEATS = 2, 7
-STEPS = 2
+STEPS = 1
 """Of a side's turn: the checkpoint must be on the disk before they end. The fewer, the less of the
 noise of other work is taken for the checkpoint's."""
 PATIENCE_S = 0.1
@@ -103,9 +103,10 @@ class Learner:
         self._saver.finish()
         if self._writing is not None:
             self._writing.result()
-            self._writing = None
-            self._file.unlink()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._writing = None
+        self._file.unlink(missing_ok=True)  # which takes its time for so large a file
+        return seconds
 
     def _write(self, nbytes: int) -> None:
         with self._file.open("wb", buffering=0) as file:
