@@ -65,16 +65,6 @@ class Draft:
         self._damaged: list[str] = []
         self.pages = spare.take(self.nbytes)
 
-    @property
-    def fd(self) -> int:
-        """Of its memory."""
-        return self.pages.fd
-
-    @property
-    def name(self) -> str:
-        """Of its memory."""
-        return self.pages.name
-
     def room(self, bucket: Bucket) -> torch.Tensor:
         """The place of a bucket.
 
@@ -141,7 +131,8 @@ class Offer(NamedTuple):
     @classmethod
     def of(cls, draft: Draft, info: Mapping[str, Any]) -> Offer:
         """A sealed version of this process."""
-        return cls(draft.version, os.getpid(), draft.fd, draft.name, draft.nbytes, dict(info))
+        pages = draft.pages
+        return cls(draft.version, os.getpid(), pages.fd, pages.name, pages.nbytes, dict(info))
 
     def write(self, path: Path) -> None:
         """Let engines find it, in place of the last one."""

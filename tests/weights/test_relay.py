@@ -101,15 +101,15 @@ def test_a_sealed_version_is_whole_and_cannot_change(shelf: Shelf) -> None:
     assert offer == Offer.of(draft, info)
     assert TransferPlan.from_info(offer.info) == PLAN
     with pytest.raises(PermissionError):
-        os.pwrite(draft.fd, b"x", 0)
+        os.pwrite(draft.pages.fd, b"x", 0)
     with pytest.raises(PermissionError):
-        os.ftruncate(draft.fd, 0)
+        os.ftruncate(draft.pages.fd, 0)
     fd = offer.open()
     got = mapped(f"/proc/self/fd/{fd}", PLAN)
     os.close(fd)
     assert {d: t.tolist() for d, t in got.items()} == {d: t.tolist() for d, t in tensors.items()}
     got["float32"][0] = 7.0  # a copy of that page: nobody else sees it
-    assert mapped(f"/proc/self/fd/{draft.fd}", PLAN)["float32"][0] == 1.5
+    assert mapped(f"/proc/self/fd/{draft.pages.fd}", PLAN)["float32"][0] == 1.5
 
 
 def test_what_arrived_wrong_is_named_and_never_sealed(shelf: Shelf) -> None:
@@ -134,7 +134,7 @@ def test_an_offer_whose_memory_is_gone_is_not_mistaken_for_another(shelf: Shelf)
     offer = Offer.read(shelf.path)
     assert offer is not None
     with pytest.raises(WeightSyncError, match="not held any more"):
-        offer._replace(fd=first.fd).open()  # sealed and as long, but another version
+        offer._replace(fd=first.pages.fd).open()  # sealed and as long, but another version
     with pytest.raises(WeightSyncError, match="not held any more: .*No such file"):
         offer._replace(fd=10_000).open()
     with open(os.devnull) as other, pytest.raises(WeightSyncError, match="not held any more"):
@@ -150,7 +150,7 @@ def test_who_is_cancelled_keeps_the_memory_until_its_thread_has_ended(tmp_path: 
 
     class Slow(GlooReceiver):
         def receive(self, plan: TransferPlan, sink: Any, **_: Any) -> None:
-            fds.append(sink.fd)
+            fds.append(sink.pages.fd)
             receives.set()
             assert may_go_on.wait(30)
             bucket = next(iter(plan.buckets(16)))
