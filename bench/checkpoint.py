@@ -25,7 +25,7 @@ from harness import BenchError, Report, parser, run_bench
 from learner_batch import Workload, make_part, make_samples
 
 MODEL = "smollm2-135m"
-QUICK_REPEATS, REPEATS = 2, 7
+QUICK_REPEATS, REPEATS = 2, 21
 STEPS = 1
 """Of a side's turn: the checkpoint must be on the disk before they end. The fewer, the less of the
 noise of other work is taken for the checkpoint's."""
@@ -52,6 +52,7 @@ class Learner:
         from asyncrl.config.load import load
         from asyncrl.learner.checkpointing.saver import Saver
         from asyncrl.learner.step import Trainer
+        from asyncrl.learner.undisturbed import train_undisturbed
         from asyncrl.roles import RoleSettings
         from asyncrl.waits import Waits
 
@@ -80,6 +81,7 @@ class Learner:
         self._file, self._bytes = run / "bare", np.ones(1 << 24, np.uint8)
         self._bare = ThreadPoolExecutor(1, initializer=Saver._give_way)
         self._writing: Future[None] | None = None
+        train_undisturbed()
 
     def turn(self, steps: int, *, save: bool = False, bare: int = 0) -> float:
         """Seconds of so many steps; beside them, a checkpoint or so many bytes are written."""

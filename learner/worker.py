@@ -29,6 +29,7 @@ from asyncrl.learner import ranks
 from asyncrl.learner.publication.members import Members
 from asyncrl.learner.records import Records
 from asyncrl.learner.stopping import StopRules
+from asyncrl.learner.undisturbed import train_undisturbed
 from asyncrl.metrics import TimeShares, process_began
 from asyncrl.pulse import Pulse
 from asyncrl.roles import RoleSettings
@@ -112,6 +113,7 @@ class LearnerWorker:
         if rest := self.keeper.remembered:
             self.stop_rules.restore(rest["stop_rules"])
             self._advised = set(rest["advised"])
+        train_undisturbed()
         self.records.event("startup", phase="learner", seconds=round(time.monotonic() - began, 2))
 
     def run(self, buffer: str) -> str:

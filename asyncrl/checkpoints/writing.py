@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,16 +30,24 @@ def partial(run_dir: str | Path, step: int, incarnation: int) -> Path:
     return Path(run_dir) / FOLDER / f".step-{step:06d}.i{incarnation}.tmp"
 
 
-def seal(folder: Path, meta: Meta) -> Checkpoint:
+def seal(folder: Path, meta: Meta, checksums: Mapping[str, str] | None = None) -> Checkpoint:
     """Make a whole checkpoint of what lies in `folder` (see `partial`), `latest` and `best` too.
 
     When this returns it survives the death of the machine; until then there is none.
+
+    Args:
+        checksums: of files that those who wrote them have told; the others are read.
 
     Raises:
         OSError: the disk did not take it.
     """
     sizes = _sizes(folder)
-    sums = {name: checksum(folder / name) for name in sizes if Path(name).parts[0] != LEDGER}
+    told = checksums or {}
+    sums = {
+        name: told.get(name) or checksum(folder / name)
+        for name in sizes
+        if Path(name).parts[0] != LEDGER
+    }
     content = asdict(meta) | {"files": sizes, "checksums": sums}
     meta = Meta(**content)
     text = json.dumps(content | {OWN: meta_checksum(content)}, indent=1)

@@ -26,8 +26,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from asyncrl import checkpoints
 from asyncrl.checkpoints import Checkpoint, Meta
@@ -37,6 +35,7 @@ from asyncrl.config.sources import RESOLVED
 from asyncrl.errors import AsyncRLError, CheckpointError, DeadlineError
 from asyncrl.learner.checkpointing.failure import explain
 from asyncrl.learner.checkpointing.score import Score
+from asyncrl.learner.checkpointing.shards import write_shards
 from asyncrl.learner.checkpointing.staging import Staging, local
 from asyncrl.learner.checkpointing.state import expected, state_of
 from asyncrl.learner.collectives import host_group
@@ -223,10 +222,9 @@ class Saver:
         try:
             began = time.monotonic()
             self._make_room(folder)
-            writer = FileSystemWriter(folder, sync_files=False)  # `seal` syncs all of it
-            save(state, storage_writer=writer, process_group=self._group)
+            checksums = write_shards(state, folder, self._group)
             if self._settings.rank == 0:
-                self._complete(folder, meta, took, began)
+                self._complete(folder, meta, checksums, took, began)
             self.failure = ""
         except (Exception, CheckpointException) as e:
             self._failed(folder, meta, e)
@@ -245,14 +243,17 @@ class Saver:
         except (OSError, CheckpointError) as e:
             log.warning("no room is made for the next checkpoint: %s", e)
 
-    def _complete(self, folder: Path, meta: Meta, took: dict[str, float], began: float) -> None:
+    def _complete(
+        self, folder: Path, meta: Meta, checksums: Mapping[str, str], took: dict[str, float],
+        began: float,
+    ) -> None:  # fmt: skip
         wrote = time.monotonic()
         if self.ledger is not None:
             self.ledger.save_ledger(folder / checkpoints.LEDGER, meta.step)
         saved = time.monotonic()
         text = f"{RESOLVED}\n{to_yaml(self._config)}"
         (folder / "config.yaml").write_text(text, encoding="utf-8")
-        made = checkpoints.seal(folder, meta)
+        made = checkpoints.seal(folder, meta, checksums)
         done = time.monotonic()
         self._base = None
         took |= {"write_s": wrote - began, "ledger_s": saved - wrote, "sync_s": done - saved}

@@ -1,7 +1,8 @@
 """All that training depends on, as named tensors: what trains, its moments, random numbers.
 
     param/NAME         sharded as the model is, float32
-    optim/SLOT/NAME    moments likewise; the number of steps on every rank
+    optim/SLOT/NAME    moments likewise
+    optim/steps        of each parameter, in the order of their names
     rng/RANK/KIND      of one rank alone
 
 What is frozen is not in it: it comes from the model's folder, as at the start. Nor is what follows
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from asyncrl.learner.step import Trainer
 
 PARAM, OPTIM, RNG = "param/", "optim/", "rng/"
+STEPS = "optim/steps"
+"""In one tensor: DCP spends as long on a number as on a matrix."""
+NO_STEPS = -1.0
+"""Of a parameter without moments."""
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -38,7 +43,9 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {PARAM + name: p.detach() for name, p in params.items()}
     for name, p in params.items():
         for slot, value in trainer.optimizer.state.get(p, {}).items():
-            state[f"{OPTIM}{slot}/{name}"] = value
+            if slot != "step":
+                state[f"{OPTIM}{slot}/{name}"] = value
+    state[STEPS] = _steps(params, trainer.optimizer.state)
     random = rng_state(trainer.device)
     return state | {f"{RNG}{trainer.rank}/{kind}": value for kind, value in random.items()}
 
@@ -72,6 +79,7 @@ def load_state(folder: str | Path, trainer: Trainer, group: Any = None) -> None:
     saved = metadata(folder)
     state = _targets(Path(folder), saved, trainer)
     read(folder, state, group)
+    _set_steps(state[STEPS], trainer)
     mine = f"{RNG}{trainer.rank}/"
     random = {name.removeprefix(mine): v for name, v in state.items() if name.startswith(mine)}
     if random:
@@ -116,6 +124,8 @@ def _targets(
             f"{folder} is of another model than learner and model say, {whose} {odd[0]}: give the "
             "settings that it was made with (its config.yaml)"
         )
+    if STEPS not in saved:
+        raise CheckpointError(f"{folder} lacks {STEPS}: go on with the asyncrl that wrote it")
     for name, p in params.items():
         if (size := saved[PARAM + name].size) != p.shape:
             raise CheckpointError(
@@ -125,19 +135,28 @@ def _targets(
     state: dict[str, Tensor] = {PARAM + name: p.detach() for name, p in params.items()}
     trainer.optimizer.state.clear()
     for key, m in saved.items():
-        kind, slot, name = key.split("/", 2) if key.startswith(OPTIM) else ("", "", "")
-        if kind:
-            p = params[name]
-            made = torch.zeros_like(p) if m.size else _scalar(p, m.properties.dtype)
-            trainer.optimizer.state[p][slot] = state[key] = made
+        if key == STEPS:
+            state[key] = torch.zeros(m.size, dtype=m.properties.dtype)
+        elif key.startswith(OPTIM):
+            _, slot, name = key.split("/", 2)
+            moment = torch.zeros_like(params[name])
+            trainer.optimizer.state[params[name]][slot] = state[key] = moment
         elif key.startswith(f"{RNG}{trainer.rank}/"):
             state[key] = torch.zeros(m.size, dtype=m.properties.dtype)
     return state
 
 
-def _scalar(p: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """A number of steps, where the fused optimizer wants it."""
-    return torch.zeros((), dtype=dtype, device=p.device)
+def _steps(params: Mapping[str, nn.Parameter], moments: Mapping[Tensor, Any]) -> Tensor:
+    none = torch.tensor(NO_STEPS)
+    taken = [moments.get(params[name], {}).get("step", none) for name in sorted(params)]
+    return torch.stack([t.to(taken[0].device) for t in taken])
+
+
+def _set_steps(steps: Tensor, trainer: Trainer) -> None:
+    params = parameters(trainer.policy)
+    for name, taken in zip(sorted(params), steps, strict=True):
+        if taken != NO_STEPS:
+            trainer.optimizer.state[params[name]]["step"] = taken.to(params[name].device, copy=True)
 
 
 def _unreadable(folder: str | Path, error: BaseException) -> CheckpointError:

@@ -1,0 +1,109 @@
+"""Large files written past the page cache (O_DIRECT).
+
+What is written once and seldom read back, as a checkpoint is, gains nothing from the cache, and
+the cache takes a core for it: for the pages, and to clear them. Where the file system has no such
+way, the cache is used after all.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from io import RawIOBase
+from typing import Any
+
+import numpy as np
+import xxhash
+
+_PIECE = 8 << 20
+"""Bytes handed over at once: a multiple of any disk's block; more would bring nothing."""
+_DIRECT = getattr(os, "O_DIRECT", 0)  # not everywhere
+
+
+class LargeFile(RawIOBase):
+    """A new file, or one in place of another; what the disk refuses shows when it is closed, too.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._fd = _open(path)
+        self._room = np.frombuffer(mmap.mmap(-1, _PIECE), np.uint8)  # on a page, as it has to be
+        self._held = self._passed = 0
+        self._digest = xxhash.xxh3_64()
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._passed + self._held
+
+    def fileno(self) -> int:
+        """Of the file."""
+        return self._fd
+
+    @property
+    def checksum(self) -> str:
+        """xxh3_64 of what was written, once it is closed: the same as of the file's bytes."""
+        return self._digest.hexdigest()
+
+    def write(self, data: Any) -> int:
+        """All of it."""
+        size = memoryview(data).nbytes
+        if not size:
+            return 0
+        left = np.frombuffer(data, np.uint8)  # by numpy: other threads go on while it copies
+        while len(left):
+            taken = min(len(left), _PIECE - self._held)
+            self._room[self._held : self._held + taken] = left[:taken]
+            self._held += taken
+            left = left[taken:]
+            if self._held == _PIECE:
+                self._pass_on()
+        return size
+
+    def close(self) -> None:
+        """Hand over the rest; safe to call twice."""
+        if self.closed:
+            return
+        try:
+            _use_cache(self._fd)  # the rest is no whole number of blocks
+            self._pass_on()
+        finally:
+            super().close()
+            os.close(self._fd)
+
+    def _pass_on(self) -> None:
+        held, self._held = self._room[: self._held].data, 0
+        self._digest.update(held)
+        while held:  # after a short write the next one says why
+            try:
+                written = os.write(self._fd, held)
+            except OSError as e:
+                if e.errno != errno.EINVAL or not _use_cache(self._fd):
+                    raise
+                continue
+            self._passed += written
+            held = held[written:]
+
+
+def _open(path: str | os.PathLike[str]) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | _DIRECT, 0o666)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)
+
+
+def _use_cache(fd: int) -> bool:
+    """From now on; whether it was not used before."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_DIRECT)
+    return bool(flags & _DIRECT)
