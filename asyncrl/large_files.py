@@ -29,9 +29,12 @@ class LargeFile(RawIOBase):
         OSError: the disk does not take it.
     """
 
+    _fd = -1
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._fd = _open(path)
-        self._room = np.frombuffer(mmap.mmap(-1, _PIECE), np.uint8)  # on a page, as it has to be
+        # It begins with a page, as it has to, and is shared: a fork meanwhile does no harm.
+        self._room = np.frombuffer(mmap.mmap(-1, _PIECE), np.uint8)
         self._held = self._passed = 0
         self._digest = xxhash.xxh3_64()
 
@@ -69,7 +72,7 @@ class LargeFile(RawIOBase):
 
     def close(self) -> None:
         """Hand over the rest; safe to call twice."""
-        if self.closed:
+        if self.closed or self._fd < 0:
             return
         try:
             _use_cache(self._fd)  # the rest is no whole number of blocks

@@ -7,7 +7,6 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor

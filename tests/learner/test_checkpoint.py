@@ -21,7 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
 from asyncrl import checkpoints
+from asyncrl.checkpoints import writing
+from asyncrl.disk import checksum
 from asyncrl.errors import CheckpointError
+from asyncrl.learner.checkpointing import state
 from asyncrl.learner.checkpointing.export import export_checkpoint
 from asyncrl.learner.checkpointing.failure import explain
 from asyncrl.learner.checkpointing.staging import Staging, local
@@ -248,6 +251,43 @@ def test_a_checkpoint_of_another_model_is_refused(
     larger = save_tiny_model(tmp_path / "larger", "qwen3", tied=True, intermediate_size=96)
     with pytest.raises(CheckpointError, match=r"mlp.* has \(64, 32\) there and \(96, 32\) here"):
         restored(larger, folder, FIRST, 0, 1)
+
+
+def test_a_checkpoint_without_numbers_of_steps_is_refused(
+    model: Path, alone: tuple[Path, Arrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of before 0.1.0 are."""
+    real = state.metadata
+
+    def older(folder: Path) -> dict[str, Any]:
+        return {name: m for name, m in real(folder).items() if name != "optim/steps"}
+
+    monkeypatch.setattr(state, "metadata", older)
+    with pytest.raises(CheckpointError, match=r"step-000002 lacks optim/steps: go on with the"):
+        restored(model, alone[0] / "checkpoints" / "step-000002", FIRST, 0, 1)
+
+
+def test_checksums_of_shards_are_of_what_was_to_be_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of what lies on the disk, which may be something else, and is slow to read."""
+    read: list[str] = []
+
+    def note(path: Path) -> str:
+        read.append(path.name)
+        return checksum(path)
+
+    monkeypatch.setattr(writing, "checksum", note)
+    trainer = Trainer(variant(FIRST), model, rank=0, world=1, device="cpu")
+    keeper = keep(trainer, variant(FIRST), settings(model, tmp_path, 0, 1))
+    keeper.trained(trainer.train(part(1, 0, 1), V2), asked=True)
+    keeper.after_batch(1)
+    keeper.finish()
+    keeper.close()
+    assert sorted(read) == [".metadata", "config.yaml"]
+    made = checkpoints.find(tmp_path, "1")
+    assert set(made.meta.checksums) == {".metadata", "__0_0.distcp", "config.yaml"}
+    checkpoints.verify(made)
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
