@@ -6,8 +6,9 @@ import gc
 import sys
 
 SWITCH_S = 1e-4
-"""What training waits for the interpreter after each operation while another thread has it. With
-Python's own 5 ms, half a second of Python beside training cost it as long."""
+"""What training waits for the interpreter after an operation while another thread has it. .4 s of
+Python beside operations of .4 or 3 ms cost them .40 or .26 s with Python's own 5 ms, .17 or .03 s
+with this (two cores, medians of five)."""
 
 
 def train_undisturbed() -> None:
