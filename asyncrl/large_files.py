@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from io import RawIOBase
 from typing import Any
 
@@ -23,17 +24,19 @@ _DIRECT = getattr(os, "O_DIRECT", 0)  # not everywhere
 
 
 class LargeFile(RawIOBase):
-    """A new file, or one in place of another; what the disk refuses shows when it is closed, too.
+    """A new file, or one in place of another; on the disk once it is closed.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk does not take it: when it is made, written to or closed.
     """
 
     _fd = -1
+    failure: OSError | None = None
+    """Why the disk does not take it. Whose write it was may say something else."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._fd = _open(path)
-        # It begins with a page, as it has to, and is shared: a fork meanwhile does no harm.
+        # It begins with a page and is shared, as O_DIRECT asks for: open(2), of forks.
         self._room = np.frombuffer(mmap.mmap(-1, _PIECE), np.uint8)
         self._held = self._passed = 0
         self._digest = xxhash.xxh3_64()
@@ -46,28 +49,26 @@ class LargeFile(RawIOBase):
         """Bytes written so far."""
         return self._passed + self._held
 
-    def fileno(self) -> int:
-        """Of the file."""
-        return self._fd
-
     @property
-    def checksum(self) -> str:
+    def checksum(self) -> int:
         """xxh3_64 of what was written, once it is closed: the same as of the file's bytes."""
-        return self._digest.hexdigest()
+        return self._digest.intdigest()
 
     def write(self, data: Any) -> int:
         """All of it."""
-        size = memoryview(data).nbytes
-        if not size:
-            return 0
-        left = np.frombuffer(data, np.uint8)  # by numpy: other threads go on while it copies
+        if self.closed:
+            raise ValueError("write to a closed file")
+        if self.failure is not None:
+            raise self.failure
+        left = np.frombuffer(data, np.uint8)  # numpy lets other threads run while it copies
+        size = len(left)
         while len(left):
             taken = min(len(left), _PIECE - self._held)
             self._room[self._held : self._held + taken] = left[:taken]
             self._held += taken
             left = left[taken:]
             if self._held == _PIECE:
-                self._pass_on()
+                self._told(self._pass_on)
         return size
 
     def close(self) -> None:
@@ -75,11 +76,24 @@ class LargeFile(RawIOBase):
         if self.closed or self._fd < 0:
             return
         try:
-            _use_cache(self._fd)  # the rest is no whole number of blocks
-            self._pass_on()
+            if self.failure is None:
+                self._told(self._finish)
         finally:
             super().close()
-            os.close(self._fd)
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _finish(self) -> None:
+        _use_cache(self._fd)  # the rest is no whole number of blocks
+        self._pass_on()
+        os.fsync(self._fd)
+
+    def _told(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except OSError as e:
+            self.failure = e
+            raise
 
     def _pass_on(self) -> None:
         held, self._held = self._room[: self._held].data, 0
@@ -88,9 +102,11 @@ class LargeFile(RawIOBase):
             try:
                 written = os.write(self._fd, held)
             except OSError as e:
-                if e.errno != errno.EINVAL or not _use_cache(self._fd):
-                    raise
-                continue
+                if e.errno == errno.EINVAL and _use_cache(self._fd):
+                    continue
+                raise
+            if not written:
+                raise OSError(errno.ENOSPC, "the disk took nothing more")
             self._passed += written
             held = held[written:]
 

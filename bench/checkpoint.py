@@ -63,7 +63,7 @@ class Learner:
             f"rollout.group_size={workload.group_size}", f"learner.batch_size={workload.samples}",
             f"rollout.max_prompt_tokens={workload.prompt[1]}", "learner.optim.lr=1e-6",
             f"rollout.max_new_tokens={workload.longest}", "checkpoint.keep=1",
-            "learner.max_tokens_per_microbatch=2048",
+            "learner.max_tokens_per_microbatch=2048", "checkpoint.score=null",
         ]).config  # fmt: skip
         settings = RoleSettings(
             role="learner", rank=0, world=1, model_path=model, device="cpu", threads=threads,
@@ -143,7 +143,10 @@ def take_turns(learner: Learner, repeats: int, steps: int, patience_s: float = P
         (turns.saving, {"save": True}), (turns.bare, {"bare": nbytes}), (turns.plain, {}),
     ]  # fmt: skip
     for repeat in range(repeats):
-        print(f"[{repeat + 1}/{repeats}] steps with a checkpoint, with a bare write, alone ...")
+        print(
+            f"[{repeat + 1}/{repeats}] steps with a checkpoint, with a bare write, alone ...",
+            flush=True,
+        )
         for taken, beside in sides if repeat % 2 == 0 else sides[::-1]:
             taken.append(learner.turn(steps, **beside))
             if (left := learner.settle()) > patience_s:
@@ -183,6 +186,8 @@ def measure(report: Report, given: argparse.Namespace) -> None:
     """All sides in turns."""
     from asyncrl import models
 
+    if given.folder is not None and not os.path.isdir(given.folder):
+        raise BenchError(f"--folder {given.folder} is no folder: make it, or name another")
     repeats = given.repeats or (QUICK_REPEATS if given.quick else REPEATS)
     threads = given.threads or len(os.sched_getaffinity(0))
     workload = Workload(groups=4, group_size=8)

@@ -1,4 +1,4 @@
-"""A process whose main thread trains, and is to be disturbed little by the others."""
+"""A process of which one thread trains, and is to be disturbed little by the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ with this (two cores, medians of five)."""
 
 
 def train_undisturbed() -> None:
-    """Once all is loaded: set up the interpreter for one thread that trains beside others.
+    """Set up the interpreter once all is loaded; with --debug it is that of all roles.
 
     What is there stays: the collector does not look at it again, which took .2 s of some step.
     """
     sys.setswitchinterval(SWITCH_S)
+    gc.collect()
     gc.freeze()

@@ -20,6 +20,7 @@ from asyncrl import large_files
 from asyncrl.disk import checksum
 from asyncrl.large_files import LargeFile
 
+SHIPPED = large_files._PIECE
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PIECE = 2 * PAGE
 """Instead of 8 MiB, so that small files have several."""
@@ -57,7 +58,11 @@ def test_what_is_written_is_there(
     parts = [data(size) for size in sizes]
     file = write(path, *parts)
     assert path.read_bytes() == b"".join(parts)
-    assert file.checksum == checksum(path)
+    assert f"{file.checksum:016x}" == checksum(path)
+
+
+def test_a_piece_is_so_many_blocks_of_any_disk() -> None:
+    assert SHIPPED % (64 << 10) == 0 < SHIPPED
 
 
 def test_whatever_has_bytes_can_be_written(tmp_path: Path) -> None:
@@ -133,9 +138,67 @@ def test_an_error_that_stays_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write(tmp_path / "x", data(PIECE))
 
 
+def test_a_disk_that_failed_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after a hole would be no part of the file."""
+    pieces: list[Any] = []
+
+    def refuse(fd: int, piece: Any) -> int:
+        pieces.append(piece)
+        raise OSError(errno.EIO, "Input/output error")
+
+    file = LargeFile(tmp_path / "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(large_files.os, "write", refuse)
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            file.write(data(PIECE + 1))
+    assert file.failure is caught.value
+    with pytest.raises(OSError, match="Input/output error"):
+        file.write(b"more")
+    file.close()
+    assert len(pieces) == 1
+    assert (tmp_path / "x").read_bytes() == b""
+
+
+@pytest.mark.parametrize("most", [PAGE, PAGE - 1, 7])
+def test_a_disk_that_takes_a_part_gets_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real = os.write
+    monkeypatch.setattr(large_files.os, "write", lambda fd, piece: real(fd, piece[:most]))
+    write(tmp_path / "x", data(3 * PIECE + 5))
+    assert (tmp_path / "x").read_bytes() == data(3 * PIECE + 5)
+
+
+def test_a_disk_that_takes_nothing_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_files.os, "write", lambda fd, piece: 0)
+    with pytest.raises(OSError, match="the disk took nothing more") as caught:
+        write(tmp_path / "x", data(5))
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_it_is_on_the_disk_once_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(large_files.os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    write(tmp_path / "x", data(PIECE + 5))
+    assert synced == [PIECE + 5]
+
+
+def test_a_closed_file_is_not_written_to(tmp_path: Path) -> None:
+    """Its descriptor may be another file's by now."""
+    file = write(tmp_path / "x", b"123")
+    with open(tmp_path / "other", "wb") as other, pytest.raises(ValueError, match="closed"):
+        file.write(data(PIECE))
+    assert other.closed
+    assert (tmp_path / "other").read_bytes() == b""
+
+
 @pytest.mark.parametrize("limit", [PIECE, PIECE + 100, 3 * PIECE - 1])
 def test_a_file_that_may_not_grow(tmp_path: Path, limit: int) -> None:
-    """The limit is inside of a block, so the disk takes a part of a piece by the cache alone."""
+    """Where the limit is inside of a block, the disk takes a part of a piece, by the cache."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     file = LargeFile(tmp_path / "x")
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
@@ -152,7 +215,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path, limit: int) -> None:
 def test_a_full_disk_is_told_when_the_file_is_closed_and_once() -> None:
     file = LargeFile("/dev/full")
     file.write(b"x")
-    number = file.fileno()
+    number = file._fd
     with pytest.raises(OSError, match="No space left") as caught:
         file.close()
     assert caught.value.errno == errno.ENOSPC

@@ -18,6 +18,7 @@ import math
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoints import ResumePoint
@@ -31,6 +32,7 @@ from asyncrl.launch.placement import Placement, weights_text
 from asyncrl.launch.relays import Relay
 from asyncrl.launch.resume.lineage import Lineage
 from asyncrl.launch.scaling import Scaling
+from asyncrl.monitor.status_reader import resume_command
 from asyncrl.roles import INTERRUPTED
 
 DRAIN_S = 20.0
@@ -166,7 +168,7 @@ class Run:
         """How the run can be resumed, if it can be."""
         if self.config.checkpoint.every is None or self.ended == "finished":
             return ""
-        return f"asyncrl launch --resume {self.folder.name} goes on with it"
+        return f"{resume_command(Path(self.folder.path))} goes on with it"
 
     @property
     def is_ending(self) -> bool:

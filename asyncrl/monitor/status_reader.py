@@ -94,6 +94,11 @@ def how_to_go_on(folder: Path, now: Standing) -> str:
         return ""
     if next(folder.glob("checkpoints/step-*/meta.json"), None) is None:
         return ""
+    return resume_command(folder)
+
+
+def resume_command(folder: Path) -> str:
+    """As it can be pasted: the run's name alone where --resume looks for names."""
     usual = Path("runs", folder.name)
     named = usual.is_dir() and usual.resolve() == folder.resolve()
     return f"asyncrl launch --resume {shlex.quote(folder.name if named else str(folder))}"

@@ -9,15 +9,11 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from asyncrl.disk import size_limit, too_large
+from asyncrl.disk import too_large
 from asyncrl.learner.checkpointing.state import reason
 
 FULL_BYTES = 64 * 2**20
-"""With less left, a write fails for lack of room, whatever torch says of it."""
-
-TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
-"""What torch calls itself where a write failed. Its error, once it has come from another rank, says
-neither number nor cause."""
+"""With less left, a write fails for lack of room, whatever it says."""
 
 
 def explain(error: BaseException, folder: Path, step: int) -> str:
@@ -29,8 +25,6 @@ def explain(error: BaseException, folder: Path, step: int) -> str:
     free = shutil.disk_usage(parent).free
     if number is None and free < FULL_BYTES:
         number = errno.ENOSPC
-    if number is None and size_limit() is not None and any(name in text for name in TORCH_WRITER):
-        number = errno.EFBIG
     if number == errno.EFBIG:
         why, fix = too_large()
         return f"{what} ({why}): {fix}"

@@ -223,8 +223,9 @@ class Saver:
             began = time.monotonic()
             self._make_room(folder)
             checksums = write_shards(state, folder, self._group)
+            took["write_s"] = time.monotonic() - began
             if self._settings.rank == 0:
-                self._complete(folder, meta, checksums, took, began)
+                self._complete(folder, meta, checksums, took)
             self.failure = ""
         except (Exception, CheckpointException) as e:
             self._failed(folder, meta, e)
@@ -244,10 +245,9 @@ class Saver:
             log.warning("no room is made for the next checkpoint: %s", e)
 
     def _complete(
-        self, folder: Path, meta: Meta, checksums: Mapping[str, str], took: dict[str, float],
-        began: float,
-    ) -> None:  # fmt: skip
-        wrote = time.monotonic()
+        self, folder: Path, meta: Meta, checksums: Mapping[str, str], took: dict[str, float]
+    ) -> None:
+        began = time.monotonic()
         if self.ledger is not None:
             self.ledger.save_ledger(folder / checkpoints.LEDGER, meta.step)
         saved = time.monotonic()
@@ -256,10 +256,11 @@ class Saver:
         made = checkpoints.seal(folder, meta, checksums)
         done = time.monotonic()
         self._base = None
-        took |= {"write_s": wrote - began, "ledger_s": saved - wrote, "sync_s": done - saved}
+        took |= {"ledger_s": saved - began, "sync_s": done - saved}
         self._timings |= {
-            "checkpoint/write_s": done - began, "checkpoint/bytes": float(made.meta.nbytes)
-        }  # fmt: skip
+            "checkpoint/write_s": took["write_s"] + done - began,
+            "checkpoint/bytes": float(made.meta.nbytes),
+        }
         self._say(made, took)
         try:  # it is there by now, whatever becomes of these
             if self.ledger is not None:

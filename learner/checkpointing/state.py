@@ -135,21 +135,21 @@ def _targets(
     state: dict[str, Tensor] = {PARAM + name: p.detach() for name, p in params.items()}
     trainer.optimizer.state.clear()
     for key, m in saved.items():
-        if key == STEPS:
+        if key == STEPS or key.startswith(f"{RNG}{trainer.rank}/"):
             state[key] = torch.zeros(m.size, dtype=m.properties.dtype)
         elif key.startswith(OPTIM):
             _, slot, name = key.split("/", 2)
             moment = torch.zeros_like(params[name])
             trainer.optimizer.state[params[name]][slot] = state[key] = moment
-        elif key.startswith(f"{RNG}{trainer.rank}/"):
-            state[key] = torch.zeros(m.size, dtype=m.properties.dtype)
     return state
 
 
 def _steps(params: Mapping[str, nn.Parameter], moments: Mapping[Tensor, Any]) -> Tensor:
-    none = torch.tensor(NO_STEPS)
-    taken = [moments.get(params[name], {}).get("step", none) for name in sorted(params)]
-    return torch.stack([t.to(taken[0].device) for t in taken])
+    in_order = [params[name] for name in sorted(params)]
+    return torch.stack([
+        moments[p]["step"] if p in moments else torch.full((), NO_STEPS, device=p.device)
+        for p in in_order
+    ])  # fmt: skip
 
 
 def _set_steps(steps: Tensor, trainer: Trainer) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl import checkpoints
-from asyncrl.checkpoints import ResumePoint
+from asyncrl.checkpoints import ResumePoint, writing
 from asyncrl.config.schema import Config
+from asyncrl.disk import checksum
 from asyncrl.errors import DeadlineError
 from asyncrl.learner.checkpointing.keeper import Keeper
 from asyncrl.learner.checkpointing.resume import go_on
@@ -164,7 +165,14 @@ def compare(model: Path, run: Path, name: str, rank: int) -> Arrays:
     return arrays
 
 
+def _reads_no_shards(path: Path) -> str:
+    """Rank 0 is told their checksums, whoever's they are."""
+    assert path.suffix != ".distcp"
+    return checksum(path)
+
+
 def main() -> None:
+    writing.checksum = _reads_no_shards  # type: ignore[attr-defined]
     with rank_of_two() as (rank, (model, out, alone)):
         for number, name in enumerate(VARIANTS):
             arrays = compare(Path(model), Path(out) / str(number), name, rank)

@@ -8,27 +8,29 @@ import os
 import resource
 import shutil
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
-from asyncrl import checkpoints
+from asyncrl import checkpoints, large_files
 from asyncrl.checkpoints import writing
 from asyncrl.disk import checksum
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.checkpointing import state
 from asyncrl.learner.checkpointing.export import export_checkpoint
 from asyncrl.learner.checkpointing.failure import explain
+from asyncrl.learner.checkpointing.shards import write_shards
 from asyncrl.learner.checkpointing.staging import Staging, local
-from asyncrl.learner.checkpointing.state import state_of
+from asyncrl.learner.checkpointing.state import parameters, state_of
 from asyncrl.learner.step import Trainer
 from tests.helpers.metric_names import undocumented
 from tests.helpers.ranks import join, two_ranks
@@ -219,18 +221,51 @@ def test_failures_say_what_to_do(tmp_path: Path, error: Exception, message: str)
         raise CheckpointError(explain(error, tmp_path / "not" / "there", 7))
 
 
-def test_a_file_that_may_not_grow_is_known_by_what_torch_says_of_another_rank(
-    tmp_path: Path,
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_why_the_disk_took_no_shards_is_told_wherever_it_was(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at: int
 ) -> None:
-    text = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
-    error = CheckpointException("write", {1: (RuntimeError(text), traceback.StackSummary())})
-    assert text in explain(error, tmp_path / "x", 7), "nothing says that it was the size"
-    with _full_disk(100_000):
-        assert explain(error, tmp_path / "x", 7) == (
-            f"the checkpoint of batch 7 cannot be written to {tmp_path} (file too large, the limit "
-            "is 100,000 bytes): raise it (ulimit -f)"
-        )
-        assert "(RuntimeError: odd)" in explain(RuntimeError("odd"), tmp_path / "x", 7)
+    """torch has an error of its own for a write that failed inside of a tensor."""
+    real, writes = os.write, count(1)
+
+    def write(fd: int, piece: Any) -> int:
+        if next(writes) == at:
+            raise OSError(number, os.strerror(number))
+        return real(fd, piece)
+
+    trainer = Trainer(variant(FIRST), model, rank=0, world=1, device="cpu")
+    state = {name: t.clone() for name, t in state_of(trainer).items()}
+    monkeypatch.setattr(large_files, "_PIECE", 8192)
+    monkeypatch.setattr(large_files.os, "write", write)
+    with pytest.raises(CheckpointException) as caught:
+        write_shards(state, tmp_path / "x", dist.group.WORLD)
+    assert os.strerror(number).lower() in explain(caught.value, tmp_path / "x", 7).lower()
+
+
+def test_parameters_without_moments_stay_so(model: Path, tmp_path: Path) -> None:
+    """And each has its own number of steps."""
+    name = "bfloat16, value head"
+    trainer = Trainer(variant(name), model, rank=0, world=1, device="cpu")
+    keeper = keep(trainer, variant(name), settings(model, tmp_path, 0, 1))
+    keeper.trained(trainer.train(part(1, 0, 1), V2), asked=True)
+    own = parameters(trainer.policy)
+    some = next(iter(trainer.policy.trainable.policy.values()))
+    moments = next(iter(trainer.optimizer.state.values()))
+    trainer.optimizer.state[some] = {slot: torch.zeros_like(some) for slot in moments}
+    for steps, of_one in enumerate(trainer.optimizer.state.values()):
+        of_one["step"] = torch.tensor(float(steps))
+    keeper.after_batch(1)
+    keeper.finish()
+    keeper.close()
+    restored_one, _ = restored(model, tmp_path / "checkpoints" / "step-000001", name, 0, 1)
+    taken = [
+        {name: t.optimizer.state[p]["step"].item() for name, p in parameters(t.policy).items()
+         if p in t.optimizer.state}
+        for t in (trainer, restored_one)
+    ]  # fmt: skip
+    assert 1 < len(taken[0]) < len(own)
+    assert taken[0] == taken[1]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
@@ -256,7 +291,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 def test_a_checkpoint_without_numbers_of_steps_is_refused(
     model: Path, alone: tuple[Path, Arrays], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of before 0.1.0 are."""
+    """As those of a former form are."""
     real = state.metadata
 
     def older(folder: Path) -> dict[str, Any]:

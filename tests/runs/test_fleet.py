@@ -144,7 +144,7 @@ def test_three_runs_at_once_do_not_meet_and_end_each_in_its_way(start):
     _, alive = psutil.wait_procs(left, timeout=30)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     kill_and_check_the_message(dead, "learner-0")
-    assert f"asyncrl launch --resume {dead.name} goes on with it" in dead.output
+    assert f"asyncrl launch --resume {dead.folder} goes on with it" in dead.output
     os.kill(drained.pids_of("learner-0")[0], signal.SIGKILL)
     drained.wait_for(lambda: events_of(drained, "learner_restarted"), "a restarted learner")
     first = events_of(drained, "learner_died")[0]
