@@ -40,16 +40,11 @@ def trouble(path: str | os.PathLike[str], error: OSError) -> str:
     return f"{text} ({why}): see to the disk"
 
 
-def size_limit() -> int | None:
-    """Bytes that a file may have which this process writes; None: the system sets no limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def too_large() -> tuple[str, str]:
     """Reason and fix of a file that may not grow (EFBIG); more room would not help."""
     why = os.strerror(errno.EFBIG).lower()
-    if (limit := size_limit()) is not None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
         return f"{why}, the limit is {limit:,} bytes", "raise it (ulimit -f)"
     return why, "use a file system that takes files of this size"
 

@@ -13,7 +13,7 @@ from asyncrl.disk import too_large
 from asyncrl.learner.checkpointing.state import reason
 
 FULL_BYTES = 64 * 2**20
-"""With less left, a write fails for lack of room, whatever it says."""
+"""With less left, a failure without a number of the system is taken for lack of room."""
 
 
 def explain(error: BaseException, folder: Path, step: int) -> str:

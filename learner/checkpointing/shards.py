@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from asyncrl.large_files import LargeFile
+from asyncrl.learner.checkpointing.large_files import LargeFile
 
 _NAME = "__{rank}_0.distcp"
 """By DCP."""

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
-from asyncrl import checkpoints, large_files
+from asyncrl import checkpoints
 from asyncrl.checkpoints import writing
 from asyncrl.disk import checksum
 from asyncrl.errors import CheckpointError
-from asyncrl.learner.checkpointing import state
+from asyncrl.learner.checkpointing import large_files, state
 from asyncrl.learner.checkpointing.export import export_checkpoint
 from asyncrl.learner.checkpointing.failure import explain
 from asyncrl.learner.checkpointing.shards import write_shards

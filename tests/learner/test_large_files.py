@@ -16,9 +16,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl import large_files
 from asyncrl.disk import checksum
-from asyncrl.large_files import LargeFile
+from asyncrl.learner.checkpointing import large_files
+from asyncrl.learner.checkpointing.large_files import LargeFile
 
 SHIPPED = large_files._PIECE
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -68,7 +68,7 @@ class LargeFile(RawIOBase):
             self._held += taken
             left = left[taken:]
             if self._held == _PIECE:
-                self._told(self._pass_on)
+                self._noting(self._pass_on)
         return size
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class LargeFile(RawIOBase):
             return
         try:
             if self.failure is None:
-                self._told(self._finish)
+                self._noting(self._finish)
         finally:
             super().close()
             fd, self._fd = self._fd, -1
@@ -86,9 +86,9 @@ class LargeFile(RawIOBase):
     def _finish(self) -> None:
         _use_cache(self._fd)  # the rest is no whole number of blocks
         self._pass_on()
-        os.fsync(self._fd)
+        os.fsync(self._fd)  # by this machine: what rank 0 syncs is its own cache's alone
 
-    def _told(self, call: Callable[[], None]) -> None:
+    def _noting(self, call: Callable[[], None]) -> None:
         try:
             call()
         except OSError as e:
